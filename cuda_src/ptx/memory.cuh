@@ -1,0 +1,33 @@
+// Global memory: vector loads and stores, and the two halves of a hand-over between CTAs.
+#pragma once
+#include "common.cuh"
+
+// What is written before a red_release of the value seen is visible after this load.
+// PTX ISA: ld with .acquire, memory consistency model.
+DC_FN u32 ld_acquire(const u32* p) {
+  u32 v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+// Adds after everything this thread wrote or saw written (a CTA barrier passes it on) is visible.
+// PTX ISA: red with .release, memory consistency model.
+DC_FN void red_release_add(u32* p, u32 v) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+// 16 bytes through L2 only: the line is shared with other SMs and read once here.
+DC_FN float4 ld_cg(const float4* p) {
+  float4 v;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
+DC_FN void st_cg(float4* p, float4 v) {
+  asm volatile("st.global.cg.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(v.x), "f"(v.y),
+               "f"(v.z), "f"(v.w)
+               : "memory");
+}

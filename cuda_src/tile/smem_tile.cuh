@@ -1,0 +1,64 @@
+// A tile of 16-bit elements in shared memory: rows of COLUMNS elements, each padded by 16 bytes.
+// COLUMNS / 8 is even, so a row is an odd number of 16-byte chunks: eight rows of one chunk column
+// (one ldmatrix phase) fall into the 32 banks without a conflict, and no swizzle is needed.
+#pragma once
+#include "element.cuh"
+#include "ptx/async_copy.cuh"
+
+template <int ROWS, int COLUMNS>
+struct SmemTile {
+  static_assert(COLUMNS % 16 == 0, "an even number of 16-byte chunks a row");
+  static constexpr int n_row = ROWS;
+  static constexpr int n_column = COLUMNS;
+  static constexpr int row_elements = COLUMNS + 8;
+  static constexpr int row_bytes = row_elements * int(sizeof(Element));
+
+  Element data[ROWS * row_elements];
+
+  DC_FN u32 address(int row, int column) const {
+    return smem_address(data) + row * row_bytes + column * int(sizeof(Element));
+  }
+};
+
+// Copies rows [row0, row0 + ROWS) of gmem[row][DC_HEAD_DIM] (row_stride in elements) into `tile`
+// by all N_THREAD threads. Rows outside [row_begin, row_end) and columns from DC_HEAD_DIM on become
+// zeros, and nothing of them is read: what lies there may be NaN or no memory at all.
+// With DC_ALIGNED the copy is asynchronous (commit and wait are the caller's); without it rows need
+// no alignment beyond an element's, and each thread stores what it loaded.
+template <int N_THREAD, class Tile>
+DC_FN void load_tile(Tile& tile, const Element* gmem, i64 row_stride, int row0, int row_begin,
+                     int row_end) {
+  constexpr int n_chunk = Tile::n_column / 8;
+  constexpr int n_copy = Tile::n_row * n_chunk;
+#pragma unroll
+  for (int i = 0; i < ceil_div(n_copy, N_THREAD); ++i) {
+    const int copy = threadIdx.x + i * N_THREAD;
+    if (n_copy % N_THREAD != 0 && copy >= n_copy) break;
+    const int row = copy / n_chunk, column = copy % n_chunk * 8;
+    const int gmem_row = row0 + row;
+    const bool valid = gmem_row >= row_begin && gmem_row < row_end && column < DC_HEAD_DIM;
+    const Element* from = gmem + (valid ? gmem_row * row_stride + column : i64(0));
+    const u32 to = tile.address(row, column);
+#if DC_ALIGNED
+    cp_async_16(to, from, valid);
+#else
+    u32 word[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      word[j] = valid ? u32(from[2 * j]) | u32(from[2 * j + 1]) << 16 : 0u;
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(word[0]), "r"(word[1]),
+                 "r"(word[2]), "r"(word[3])
+                 : "memory");
+#endif
+  }
+}
+
+// Two neighbouring elements to gmem (column even).
+DC_FN void store_pair(Element* gmem, u32 pair) {
+#if DC_ALIGNED
+  *reinterpret_cast<u32*>(gmem) = pair;
+#else
+  gmem[0] = Element(pair & 0xffffu);
+  gmem[1] = Element(pair >> 16);
+#endif
+}
