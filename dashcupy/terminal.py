@@ -1,0 +1,91 @@
+"""Colour and a progress line, only where a person looks at a terminal."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from typing import TextIO
+
+_COLOURS = {"green": "32", "red": "31", "yellow": "33", "bold": "1", "dim": "2"}
+_BAR_CELLS = 24
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def paint(text: str, colour: str, stream: TextIO | None = None) -> str:
+    """``text`` in a colour, if ``stream`` (default stdout) is a terminal.
+
+    ``NO_COLOR`` set to anything but the empty string switches colours off.
+    """
+    if os.environ.get("NO_COLOR") or not _is_terminal(stream or sys.stdout):
+        return text
+    return f"\033[{_COLOURS[colour]}m{text}\033[0m"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for a person: ``0.4 s``, ``12 s``, ``3 min 5 s``."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+class Progress:
+    """A line on stderr that says how much is done and how long the rest will take.
+
+    On anything but a terminal it writes nothing. Use it as a context manager: the line is gone
+    when it ends, also after an error or Ctrl-C.
+
+    Parameters
+    ----------
+    total
+        Number of steps.
+    """
+
+    def __init__(self, total: int, stream: TextIO | None = None):
+        self._stream = stream or sys.stderr
+        self._shown = _is_terminal(self._stream)
+        self._total, self._done = total, 0
+        self._start = time.monotonic()
+        self._text = ""
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.clear()
+
+    def start(self, text: str) -> None:
+        """Show what the current step works on."""
+        self._text = text
+        self._draw()
+
+    def step(self) -> None:
+        """One more step is done."""
+        self._done += 1
+        self._draw()
+
+    def clear(self) -> None:
+        """Remove the line, so that something else can be printed in its place."""
+        if self._shown:
+            self._stream.write("\r\033[K")
+            self._stream.flush()
+
+    def line(self) -> str:
+        """The text of the line, without control characters."""
+        full = _BAR_CELLS * self._done // max(1, self._total)
+        parts = [f"[{'#' * full}{'.' * (_BAR_CELLS - full)}] {self._done}/{self._total}"]
+        if 0 < self._done < self._total:
+            per_step = (time.monotonic() - self._start) / self._done
+            parts.append(f"about {duration(per_step * (self._total - self._done))} left")
+        return "  ".join([*parts, self._text])
+
+    def _draw(self) -> None:
+        if self._shown:
+            width = shutil.get_terminal_size().columns
+            self._stream.write("\r\033[K" + self.line()[: width - 1])
+            self._stream.flush()

@@ -1,0 +1,41 @@
+"""Shared by all tests: GPU tests are skipped with a reason, kernels get a cache of their own."""
+
+import functools
+import os
+
+import pytest
+from hypothesis import settings
+
+# The machine may be slow or shared: a test is judged by its values, never by its speed.
+settings.register_profile("dashcupy", deadline=None)
+settings.load_profile("dashcupy")
+
+
+def pytest_configure(config):
+    if "DASHCUPY_CACHE_DIR" not in os.environ and hasattr(config, "cache"):
+        os.environ["DASHCUPY_CACHE_DIR"] = str(config.cache.mkdir("kernels"))
+
+
+@functools.cache
+def _gpu() -> tuple[str, tuple[int, int]]:
+    """(why there is no GPU or "", compute capability)."""
+    from dashcupy import driver
+    from dashcupy.errors import DashcupyError
+    try:
+        driver.require_cupy()
+        found = driver.devices()
+    except DashcupyError as error:
+        return str(error), (0, 0)
+    return ("", found[0].compute_capability) if found else ("the driver sees no GPU", (0, 0))
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if not any(item.get_closest_marker(name) for name in ("gpu", "sm90")):
+            continue
+        reason, capability = _gpu()
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {reason}"))
+        elif item.get_closest_marker("sm90") and capability != (9, 0):
+            item.add_marker(pytest.mark.skip(
+                reason="needs compute capability 9.0, here {}.{}".format(*capability)))
