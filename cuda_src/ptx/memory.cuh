@@ -1,4 +1,4 @@
-// Global memory: vector loads and stores, and the two halves of a hand-over between CTAs.
+// Vector loads and stores, and the two halves of a hand-over between CTAs.
 #pragma once
 #include "common.cuh"
 
@@ -29,5 +29,15 @@ DC_FN float4 ld_cg(const float4* p) {
 DC_FN void st_cg(float4* p, float4 v) {
   asm volatile("st.global.cg.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(v.x), "f"(v.y),
                "f"(v.z), "f"(v.w)
+               : "memory");
+}
+
+DC_FN void st_shared(u32 smem, u32 v) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem), "r"(v) : "memory");
+}
+
+DC_FN void st_shared_v4(u32 smem, const u32 (&v)[4]) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(v[0]), "r"(v[1]),
+               "r"(v[2]), "r"(v[3])
                : "memory");
 }

@@ -4,6 +4,7 @@
 #pragma once
 #include "element.cuh"
 #include "ptx/async_copy.cuh"
+#include "ptx/memory.cuh"
 
 template <int ROWS, int COLUMNS>
 struct SmemTile {
@@ -19,6 +20,17 @@ struct SmemTile {
     return smem_address(data) + row * row_bytes + column * int(sizeof(Element));
   }
 };
+
+// Eight neighbouring elements of a row in global memory (the first at a multiple of 8).
+DC_FN void load_8(u32 (&word)[4], const Element* gmem) {
+#if DC_ALIGNED
+  const uint4 four = *reinterpret_cast<const uint4*>(gmem);
+  word[0] = four.x, word[1] = four.y, word[2] = four.z, word[3] = four.w;
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) word[i] = u32(gmem[2 * i]) | u32(gmem[2 * i + 1]) << 16;
+#endif
+}
 
 // Copies rows [row0, row0 + ROWS) of gmem[row][DC_HEAD_DIM] (row_stride in elements) into `tile`
 // by all N_THREAD threads. Rows outside [row_begin, row_end) and columns from DC_HEAD_DIM on become
@@ -42,13 +54,9 @@ DC_FN void load_tile(Tile& tile, const Element* gmem, i64 row_stride, int row0, 
 #if DC_ALIGNED
     cp_async_16(to, from, valid);
 #else
-    u32 word[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-      word[j] = valid ? u32(from[2 * j]) | u32(from[2 * j + 1]) << 16 : 0u;
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(word[0]), "r"(word[1]),
-                 "r"(word[2]), "r"(word[3])
-                 : "memory");
+    u32 word[4] = {0, 0, 0, 0};
+    if (valid) load_8(word, from);
+    st_shared_v4(to, word);
 #endif
   }
 }

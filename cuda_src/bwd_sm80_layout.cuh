@@ -1,0 +1,62 @@
+// bwd_sm80: how tiles are cut over warps, what lies in shared memory, and the list of steps.
+#pragma once
+#include "schedules/contract.cuh"
+#include DC_SCHEDULE
+#include "tile/gemm.cuh"
+
+constexpr int Q_TILE = DC_Q_TILE, KV_TILE = DC_KV_TILE, HEAD_PAD = DC_HEAD_DIM_PAD;
+constexpr int N_WARP = 8, N_THREAD = N_WARP * WARP_SIZE;
+static_assert(DC_WARPS == N_WARP, "the warp grids below are for 8 warps");
+static_assert(HEAD_PAD % 32 == 0 && DC_HEAD_DIM <= HEAD_PAD && DC_HEAD_DIM % 8 == 0, "head_dim");
+
+// A product of M x N, cut over WARPS_M x (8 / WARPS_M) warps.
+template <int M, int N, int WARPS_M>
+struct WarpGrid {
+  static constexpr int warps_n = N_WARP / WARPS_M;
+  static constexpr int rows = M / WARPS_M, columns = N / warps_n;
+  static constexpr int m_tiles = rows / 16, n_tiles = columns / 8;
+  static_assert(rows % 16 == 0 && columns % 16 == 0, "whole mma pieces for every warp");
+  typedef Accumulator<m_tiles, n_tiles> Acc;
+
+  DC_FN static int row0(int warp) { return warp % WARPS_M * rows; }
+  DC_FN static int column0(int warp) { return warp / WARPS_M * columns; }
+};
+
+// Warp pieces as square as they get: a square piece reads the least shared memory a product.
+typedef WarpGrid<Q_TILE, KV_TILE, (Q_TILE < KV_TILE ? 2 : 4)> ScoreGrid;       // S, dP
+typedef WarpGrid<KV_TILE, HEAD_PAD, 4> KvGrid;                                 // dK, dV
+typedef WarpGrid<Q_TILE, HEAD_PAD, (Q_TILE == 64 && HEAD_PAD == 128 ? 2 : 4)> DqGrid;
+
+// One visit of this CTA: q tile `q_tile` of q head `q_head` of the group.
+struct Step {
+  int q_tile, q_head;
+  u32 ticket;
+  u32 is_last;  // no contributor after this one
+};
+constexpr int STEP_RING = N_THREAD;  // half of it is refilled at a time
+
+struct SharedStorage {
+  SmemTile<KV_TILE, HEAD_PAD> k, v;
+  SmemTile<Q_TILE, HEAD_PAD> q[DC_Q_STAGES];
+  SmemTile<Q_TILE, HEAD_PAD> dout[DC_DO_STAGES];
+  SmemTile<Q_TILE, KV_TILE> p, ds;
+  float lse_log2[2][Q_TILE], delta[2][Q_TILE];
+  Step steps[STEP_RING];
+  int work;
+};
+static_assert(sizeof(SharedStorage) <= DC_SMEM_BYTES && DC_SMEM_BYTES < sizeof(SharedStorage) + 128,
+              "config.py counts another size of shared memory");
+
+// Writes entries [first, first + N_THREAD or half) of the list of steps into the ring, one thread an
+// entry: order and ticket come from the schedule, and their divisions stay out of the main loop.
+DC_FN void fill_steps(Step* ring, const schedule::Shape& shape, int kv_tile, int n_step, int total, int first,
+                      int count) {
+  const int index = first + threadIdx.x;
+  if (int(threadIdx.x) >= count || index >= total) return;
+  Step step;
+  step.q_head = index / n_step;
+  step.q_tile = schedule::q_tile(shape, kv_tile, index - step.q_head * n_step);
+  step.ticket = u32(schedule::ticket(shape, kv_tile, step.q_tile));
+  step.is_last = int(step.ticket) == schedule::num_contributors(shape, step.q_tile) - 1;
+  ring[index % STEP_RING] = step;
+}

@@ -1,0 +1,32 @@
+// ascending: every kv tile visits its q tiles from first to last; kv tiles add in ascending order.
+//
+// The plain order, and the baseline. With the full mask all kv tiles start on q tile 0 and queue
+// for it once: kv tile i runs i turns late from then on.
+#pragma once
+#include "schedules/contract.cuh"
+
+namespace schedule {
+
+DC_FN int num_steps(const Shape& shape, int kv_tile) {
+  return shape.n_q - first_q_tile(shape, kv_tile);
+}
+
+DC_FN int q_tile(const Shape& shape, int kv_tile, int step) {
+  return first_q_tile(shape, kv_tile) + step;
+}
+
+DC_FN int num_contributors(const Shape& shape, int q_tile) { return num_kv_tiles(shape, q_tile); }
+
+DC_FN int ticket(const Shape&, int kv_tile, int) { return kv_tile; }
+
+DC_FN int num_work(const Shape& shape) { return shape.n_kv; }
+
+DC_FN int work_size(const Shape&, int) { return 1; }
+
+DC_FN int kv_tile(const Shape&, int work, int) { return work; }
+
+DC_FN int team_size(const Shape&) { return 1; }
+
+DC_FN int chunk_size(const Shape& shape) { return max_int(1, num_work(shape)); }
+
+}  // namespace schedule

@@ -1,0 +1,53 @@
+// What a schedule must define, and the work order that all schedules share.
+//
+// A schedule says which kv tiles a CTA does, in which order each visits its q tiles, and when it
+// may add its part to the dq of each (its ticket). All of it depends on Shape alone: never on
+// batch, heads, SM count or time, so the order of every sum, and its bits, do not either.
+// dashcupy/schedules/<name>.py is the same in Python, function by function; the tests hold both
+// equal. In the drawing at the head of each schedule a row is a work, a column a step, and a cell
+// `q tile.ticket`; q tiles that a column names twice queue.
+#pragma once
+#include "schedules/shape.cuh"
+
+namespace schedule {
+
+// ---- A schedule defines these. A team waits only for itself and for earlier works of its head.
+DC_FN int num_steps(const Shape& shape, int kv_tile);           // q tiles it visits, of one q head
+DC_FN int q_tile(const Shape& shape, int kv_tile, int step);    // the q tile at a step
+DC_FN int ticket(const Shape& shape, int kv_tile, int q_tile);  // its turn in that dq; 0 = first
+DC_FN int num_contributors(const Shape& shape, int q_tile);     // kv tiles that add into that dq
+DC_FN int num_work(const Shape& shape);                         // works of one head
+DC_FN int work_size(const Shape& shape, int work);              // kv tiles done one after another
+DC_FN int kv_tile(const Shape& shape, int work, int part);      // one of them, part < work_size
+DC_FN int team_size(const Shape& shape);   // works in a row that must be resident together
+DC_FN int chunk_size(const Shape& shape);  // works in a row handed out together, >= 1
+
+// ---- Work order: chunk 0 of every head, then chunk 1 of every head, ...
+
+constexpr int MAX_TEAM = 64;  // most works that may wait for one another
+
+// Size of the chunks when `count` works are cut into the fewest, nearly equal teams.
+DC_FN int balanced_chunk(int count) {
+  return count ? ceil_div(count, ceil_div(count, MAX_TEAM)) : 1;
+}
+
+struct HeadWork {
+  int head;  // batch * n_kv_head + kv_head
+  int work;
+};
+
+// Head and work behind a number that a CTA took from the counter, < n_head * num_work(shape).
+DC_FN HeadWork decode(const Shape& shape, int n_head, int global_work) {
+  const int n_work = num_work(shape);
+  const int last_chunk = n_work % chunk_size(shape);
+  const int in_full = (n_work - last_chunk) * n_head;
+  const bool full = global_work < in_full;
+  const int chunk = full ? chunk_size(shape) : last_chunk;
+  const int number = full ? global_work : global_work - in_full;  // among chunks of this size
+  const int chunk_number = number / chunk;
+  const int chunk_index = full ? chunk_number / n_head : 0;
+  const int first = full ? chunk_index * chunk : n_work - last_chunk;
+  return {chunk_number - chunk_index * n_head, first + number - chunk_number * chunk};
+}
+
+}  // namespace schedule

@@ -1,0 +1,55 @@
+// The turn in the sum of dq: kv tiles add their part of a q tile's dq one after another, in the
+// order of their tickets, so that the float32 sum has the same bits in every run.
+//
+// A q tile of a q head has one semaphore: the number of contributors that are done (zeroed before
+// the kernel by bwd_preprocess). The contract, for the contributor with ticket t:
+//
+//   one thread:   turnstile_wait(t)     acquire load until the count is t
+//   all threads:  CTA barrier           passes what the one thread has acquired on to all; without
+//                                       it another thread may read dq_accum before the add it
+//                                       follows
+//   all threads:  read dq_accum (t > 0), add, write it back: ordinary loads and stores, for the
+//                 turn is exclusive
+//   all threads:  CTA barrier           all writes happen before the release; without it the next
+//                                       contributor may read half a tile
+//   one thread:   turnstile_release     release add; cumulative over the barrier. The instruction
+//                                       holds the only fence that is needed: a fence of one's own
+//                                       before it would be a second MEMBAR.
+//
+// Ticket 0 neither waits nor reads (dq_accum may hold anything), the last ticket does not release.
+// Everything goes through the generic proxy here. In a debug build a wait gives up and says who was
+// stuck; a wait that is given up makes all later ones give up too, so that the kernel ends.
+#pragma once
+#include "ptx/memory.cuh"
+
+struct Turn {
+  int head, kv_tile, q_tile;  // who waits: for the report of a debug build
+  u32 ticket;
+};
+
+// One look, for a thread that has something else to do: true when it is this ticket's turn.
+DC_FN bool turnstile_ready(const u32* semaphore, u32 ticket) {
+  return ld_acquire(semaphore) >= ticket;
+}
+
+DC_FN void turnstile_wait(const u32* semaphore, const Turn& turn, u32* report) {
+#if DC_DEBUG
+  for (u32 spin = 0; !turnstile_ready(semaphore, turn.ticket); ++spin) {
+    if (ld_acquire(report) != 0) return;
+    if (spin < (1u << 22)) continue;
+    if (atomicCAS(report, 0u, 1u) == 0) {
+      report[1] = u32(turn.head);
+      report[2] = u32(turn.kv_tile);
+      report[3] = u32(turn.q_tile);
+      report[4] = turn.ticket;
+      report[5] = ld_acquire(semaphore);
+    }
+    return;
+  }
+#else
+  while (!turnstile_ready(semaphore, turn.ticket)) {
+  }
+#endif
+}
+
+DC_FN void turnstile_release(u32* semaphore) { red_release_add(semaphore, 1); }
