@@ -2,6 +2,22 @@
 //
 // The plain order, and the baseline. With the full mask all kv tiles start on q tile 0 and queue
 // for it once: kv tile i runs i turns late from then on.
+//
+//   $ python -m dashcupy schedule ascending --kv 4
+//   ascending: full mask, 4 q tiles, 4 kv tiles; cells are q tile.ticket
+//   work  kv     0    1    2    3
+//      0   0   0.0  1.0  2.0  3.0
+//      1   1   0.1  1.1  2.1  3.1
+//      2   2   0.2  1.2  2.2  3.2
+//      3   3   0.3  1.3  2.3  3.3
+//
+//   $ python -m dashcupy schedule ascending --kv 4 --mask causal
+//   ascending: causal mask, 4 q tiles, 4 kv tiles; cells are q tile.ticket
+//   work  kv     0    1    2    3
+//      0   0   0.0  1.0  2.0  3.0
+//      1   1   1.1  2.1  3.1
+//      2   2   2.2  3.2
+//      3   3   3.3
 #pragma once
 #include "schedules/contract.cuh"
 

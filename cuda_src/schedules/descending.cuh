@@ -2,6 +2,14 @@
 //
 // For the causal mask: works start with the long kv tiles, which keeps the CTAs equally busy. All
 // kv tiles of a head start on the last q tile and queue for it once.
+//
+//   $ python -m dashcupy schedule descending --kv 4 --mask causal
+//   descending: causal mask, 4 q tiles, 4 kv tiles; cells are q tile.ticket
+//   work  kv     0    1    2    3
+//      0   0   3.0  2.0  1.0  0.0
+//      1   1   3.1  2.1  1.1
+//      2   2   3.2  2.2
+//      3   3   3.3
 #pragma once
 #include "schedules/contract.cuh"
 

@@ -4,6 +4,21 @@
 // kv tiles) no two are on the same q tile at the same step and nothing queues. They wait for one
 // another in a ring, so a whole team must be resident. A head with more kv tiles than MAX_TEAM is
 // cut into chunks, one team after another.
+//
+//   $ python -m dashcupy schedule shift --kv 4
+//   shift: full mask, 4 q tiles, 4 kv tiles; cells are q tile.ticket
+//   work  kv     0    1    2    3
+//      0   0   0.0  1.1  2.2  3.3
+//      1   1   1.0  2.1  3.2  0.3
+//      2   2   2.0  3.1  0.2  1.3
+//      3   3   3.0  0.1  1.2  2.3
+//
+//   $ python -m dashcupy schedule shift --kv 3 --q 7
+//   shift: full mask, 7 q tiles, 3 kv tiles; cells are q tile.ticket
+//   work  kv     0    1    2    3    4    5    6
+//      0   0   0.0  1.0  2.1  3.1  4.2  5.2  6.2
+//      1   1   2.0  3.0  4.1  5.1  6.1  0.2  1.2
+//      2   2   4.0  5.0  6.0  0.1  1.1  2.2  3.2
 #pragma once
 #include "schedules/contract.cuh"
 

@@ -4,6 +4,14 @@
 // With the causal mask kv tile i starts on its own diagonal, so no two kv tiles of a head are on
 // the same q tile at the same step: nothing queues. The price is that the long kv tiles start
 // last. What FlashAttention-3 and -4 call SPT, shortest processing time first.
+//
+//   $ python -m dashcupy schedule shortest_first --kv 4 --mask causal
+//   shortest_first: causal mask, 4 q tiles, 4 kv tiles; cells are q tile.ticket
+//   work  kv     0    1    2    3
+//      0   3   3.0
+//      1   2   2.0  3.1
+//      2   1   1.0  2.1  3.2
+//      3   0   0.0  1.1  2.2  3.3
 #pragma once
 #include "schedules/contract.cuh"
 

@@ -7,6 +7,14 @@
 //   3. then the short tiles, from the last q tile back to the diagonal.
 // In all three no two members are on the same q tile at the same step (whole tiles). kv tiles that
 // no row sees come last, as works of their own with no step: their gradients are zero.
+//
+//   $ python -m dashcupy schedule symmetric_shift --kv 7 --mask causal
+//   symmetric_shift: causal mask, 7 q tiles, 7 kv tiles; cells are q tile.ticket
+//   work   kv     0    1    2    3    4    5    6    7
+//      0  0,6   3.0  4.1  5.2  6.3  0.0  1.1  2.2 |6.6
+//      1  1,5   4.0  5.1  6.2  3.3  1.0  2.1 |6.5  5.5
+//      2  2,4   5.0  6.1  3.2  4.3  2.0 |6.4  5.4  4.4
+//      3    3   6.0  3.1  4.2  5.3
 #pragma once
 #include "schedules/contract.cuh"
 

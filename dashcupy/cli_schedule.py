@@ -1,0 +1,112 @@
+"""``python -m dashcupy schedule``: show a schedule, simulate it, compare all of them."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from . import draw, schedules
+from .errors import InvalidInputError
+from .problem import MASKS
+from .schedules import Shape
+from .simulate import ASSIGNMENTS, WRITERS, Costs, Simulation, simulate
+
+DESCRIPTION = """\
+Show the order of a tile schedule, and how long it takes in a model of the GPU. Times are in
+units of --compute, the time of one step. NAME may be 'all': every schedule of the mask.
+"""
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Add the command ``schedule`` to the subparsers of a command line."""
+    parser = subparsers.add_parser(
+        "schedule", help="show and simulate the order of the backward", description=DESCRIPTION)
+    add = parser.add_argument
+    add("name", metavar="NAME", help=f"{', '.join(schedules.names())}, auto or all")
+    add("--kv", type=int, default=8, help="kv tiles (default: 8)")
+    add("--q", type=int, help="q tiles (default: kv tiles x stride)")
+    add("--stride", type=int, default=1, help="q tiles to the height of a kv tile (default: 1)")
+    add("--heads", type=int, default=1, help="kv heads of the whole batch (default: 1)")
+    add("--q-per-kv", type=int, default=1, help="q heads to a kv head (default: 1)")
+    add("--mask", choices=MASKS, default="full", help="default: full")
+    add("--sms", type=int, help="CTAs that run at the same time (default: kv tiles)")
+    add("--compute", type=float, default=1.0, help="compute time of a step (default: 1)")
+    add("--reduce", type=float, default=0.25, help="time of an add into dq (default: 0.25)")
+    add("--latency", type=float, default=0.0, help="hand-off to the next in line (default: 0)")
+    add("--slots", type=int, default=0,
+        help="buffers of a CTA for parts of dq; 0: compute waits for the add (default: 0)")
+    add("--writer", choices=WRITERS, default="serial",
+        help="whether a CTA's next add waits for the hand-off of the last (default: serial)")
+    add("--assignment", choices=ASSIGNMENTS, default="counter",
+        help="how CTAs get their works (default: counter)")
+    add("--plot", metavar="FILE", help="draw the run to FILE.svg or FILE.png")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit status, 1 if a schedule hangs."""
+    shape = _shape(args)
+    costs = Costs(args.compute, args.reduce, args.latency, args.slots, args.writer)
+    n_sm = args.kv if args.sms is None else args.sms
+    if args.name == "all":
+        chosen = [name for name in schedules.names() if schedules.supports(name, args.mask)]
+    else:
+        chosen = [schedules.resolve(args.name, shape).NAME]
+
+    results = {name: simulate(name, shape, args.heads, n_sm, costs, assignment=args.assignment,
+                              q_per_kv=args.q_per_kv) for name in chosen}
+    if len(chosen) == 1:
+        print(draw.step_table(schedules.get(chosen[0]), shape), end="\n\n")
+    print(_plural(args.heads, "head") + " on " + _plural(n_sm, "SM"))
+    print(summary(results))
+    if len(chosen) == 1 and not results[chosen[0]].deadlock:
+        print("\n" + per_worker(results[chosen[0]]))
+    if args.plot:
+        draw.gantt(results, costs, args.plot, title=_title(args, shape, n_sm))
+        print(f"\ndrawn to {args.plot}")
+    return 1 if any(result.deadlock for result in results.values()) else 0
+
+
+def _shape(args: argparse.Namespace) -> Shape:
+    n_q = args.kv * args.stride if args.q is None else args.q
+    for option, value in (("--kv", args.kv), ("--q", n_q), ("--stride", args.stride)):
+        if value < 1:
+            raise InvalidInputError(f"{option} {value}: must be at least 1")
+    shape = Shape.from_counts(n_q, args.kv, args.mask != "full", args.stride)
+    return replace(shape, offset=0) if args.mask == "causal_top_left" else shape
+
+
+def summary(results: dict[str, Simulation]) -> str:
+    """Table with one line for each simulation; shares are of all workers' time."""
+    lines = [f"{'schedule':<16} {'makespan':>9} {'bound':>9} {'bound/makespan':>14} "
+             f"{'stall':>7} {'idle':>7}"]
+    for name, result in results.items():
+        if result.deadlock:
+            lines.append(f"{name:<16} hangs: {result.deadlock}")
+            continue
+        whole = result.makespan * len(result.busy) or 1.0
+        lines.append(f"{name:<16} {result.makespan:>9.2f} {result.work_bound:>9.2f} "
+                     f"{result.efficiency:>14.3f} {sum(result.stall) / whole:>7.1%} "
+                     f"{sum(result.idle) / whole:>7.1%}")
+    return "\n".join(lines)
+
+
+def per_worker(result: Simulation, max_workers: int = 16) -> str:
+    """Table of the time that each worker was busy, stalled and idle."""
+    lines = [f"{'SM':>4} {'busy':>9} {'stall':>9} {'idle':>9}"]
+    rows = list(zip(result.busy, result.stall, result.idle, strict=True))
+    lines += [f"{index:>4} {busy:>9.2f} {stall:>9.2f} {idle:>9.2f}"
+              for index, (busy, stall, idle) in enumerate(rows[:max_workers])]
+    if len(rows) > max_workers:
+        lines.append(f" ... ({max_workers} of {len(rows)} SMs)")
+    return "\n".join(lines)
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _title(args: argparse.Namespace, shape: Shape, n_sm: int) -> str:
+    return (f"{args.mask} mask, {shape.n_q} q tiles x {shape.n_kv} kv tiles, "
+            f"{_plural(args.heads, 'head')}, {_plural(n_sm, 'SM')}")
