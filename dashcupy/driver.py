@@ -1,0 +1,150 @@
+"""The CUDA driver through ctypes (no context is made), and CuPy when it is needed."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+
+from .errors import DeviceError
+
+_LIBRARY_NAME = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+# CUdevice_attribute
+_SM_COUNT, _MAJOR, _MINOR, _SMEM_OPTIN_BYTES = 16, 75, 76, 97
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU.
+
+    Parameters
+    ----------
+    index
+        Its number for the CUDA runtime, CuPy and torch.
+    name
+        The driver's name for it.
+    compute_capability
+        (major, minor).
+    n_sm
+        Streaming multiprocessors.
+    memory_bytes
+        Device memory.
+    smem_bytes
+        Shared memory that one CTA may ask for.
+    """
+
+    index: int
+    name: str
+    compute_capability: tuple[int, int]
+    n_sm: int
+    memory_bytes: int
+    smem_bytes: int
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The driver library; None where no driver is installed."""
+    try:
+        return ctypes.CDLL(_LIBRARY_NAME)
+    except OSError:
+        return None
+
+
+def version() -> tuple[int, int] | None:
+    """Newest CUDA version that the driver can serve, as (major, minor); None without a driver."""
+    number = ctypes.c_int()
+    if library() is None or library().cuDriverGetVersion(ctypes.byref(number)) != 0:
+        return None
+    return (number.value // 1000, number.value % 1000 // 10) if number.value else None
+
+
+def devices() -> tuple[Device, ...]:
+    """Every GPU that this process may see.
+
+    Raises
+    ------
+    DeviceError
+        No driver, or the driver does not start.
+    """
+    count = ctypes.c_int()
+    _call("cuInit", 0)
+    _call("cuDeviceGetCount", ctypes.byref(count))
+    return tuple(device(i) for i in range(count.value))
+
+
+@functools.cache
+def device(index: int) -> Device:
+    """The GPU of that number; raises `DeviceError` if there is none."""
+    handle, memory, name = ctypes.c_int(), ctypes.c_size_t(), ctypes.create_string_buffer(256)
+    _call("cuInit", 0)
+    _call("cuDeviceGet", ctypes.byref(handle), index)
+    _call("cuDeviceGetName", name, len(name), handle)
+    _call("cuDeviceTotalMem_v2", ctypes.byref(memory), handle)
+
+    def attribute(number: int) -> int:
+        value = ctypes.c_int()
+        _call("cuDeviceGetAttribute", ctypes.byref(value), number, handle)
+        return value.value
+
+    return Device(index, name.value.decode(), (attribute(_MAJOR), attribute(_MINOR)),
+                  attribute(_SM_COUNT), memory.value, attribute(_SMEM_OPTIN_BYTES))
+
+
+def occupancy(function: int, threads: int, smem_bytes: int) -> int:
+    """CTAs of a kernel that fit on one SM at the same time.
+
+    Parameters
+    ----------
+    function
+        CUfunction handle; its device is the current one.
+    threads
+        Threads of a CTA.
+    smem_bytes
+        Dynamic shared memory of a CTA.
+    """
+    count = ctypes.c_int()
+    _call("cuOccupancyMaxActiveBlocksPerMultiprocessor", ctypes.byref(count),
+          ctypes.c_void_p(function), threads, ctypes.c_size_t(smem_bytes))
+    return count.value
+
+
+def _call(name: str, *arguments) -> None:
+    """Call the driver; anything but success is a `DeviceError` with the driver's own words."""
+    if library() is None:
+        raise DeviceError(f"no NVIDIA driver: {_LIBRARY_NAME} cannot be loaded; install the "
+                          f"driver (in a container: pass the GPUs through), or give NumPy "
+                          f"arrays to compute on the CPU")
+    code = getattr(library(), name)(*arguments)
+    if code != 0:
+        text = ctypes.c_char_p()
+        library().cuGetErrorString(code, ctypes.byref(text))
+        raise DeviceError(f"{name} failed with error {code} "
+                          f"({text.value.decode() if text.value else 'unknown'}); "
+                          f"`python -m dashcupy info` shows what the driver sees")
+
+
+def require_cupy() -> ModuleType:
+    """Import CuPy, or say what to install.
+
+    Raises
+    ------
+    DeviceError
+        CuPy is not installed or cannot be imported.
+    """
+    try:
+        import cupy
+    except ModuleNotFoundError as error:
+        if error.name != "cupy":
+            raise DeviceError(f"CuPy cannot be imported: {error}; install it again") from error
+        extra = "cuda12" if (version() or (13,))[0] == 12 else "cuda13"
+        raise DeviceError(f'computing on a GPU needs CuPy, which is not installed: '
+                          f'pip install "dashcupy[{extra}]"') from None
+    except OSError as error:
+        # CuPy makes its own cache folder while it is imported.
+        raise DeviceError(f"CuPy cannot be imported: {error}; if its cache folder cannot be "
+                          f"made, set CUPY_CACHE_DIR to a writable one") from error
+    except ImportError as error:
+        raise DeviceError(f"CuPy cannot be imported: {error}") from error
+    return cupy
