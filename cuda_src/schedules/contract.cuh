@@ -28,7 +28,8 @@ constexpr int MAX_TEAM = 64;  // most works that may wait for one another
 
 // Size of the chunks when `count` works are cut into the fewest, nearly equal teams.
 DC_FN int balanced_chunk(int count) {
-  return count ? ceil_div(count, ceil_div(count, MAX_TEAM)) : 1;
+  if (count <= MAX_TEAM) return max_int(1, count);  // the usual case needs no division
+  return ceil_div(count, ceil_div(count, MAX_TEAM));
 }
 
 struct HeadWork {

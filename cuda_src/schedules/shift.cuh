@@ -41,10 +41,9 @@ DC_FN int chunk_size(const Shape& shape) { return balanced_chunk(num_work(shape)
 
 DC_FN int team_size(const Shape& shape) { return chunk_size(shape); }
 
-// Depends on the kv tile only: a compiler moves it out of the loop over the steps.
 DC_FN Team team_of(const Shape& shape, int kv_tile) {
   const int size = chunk_size(shape);
-  const int first = kv_tile / size * size;
+  const int first = kv_tile < size ? 0 : kv_tile / size * size;  // seldom a division
   return {first, min_int(size, shape.n_kv - first)};
 }
 

@@ -53,12 +53,11 @@ DC_FN int team_size(const Shape& shape) { return chunk_size(shape); }
 
 DC_FN bool is_long(const Shape& shape, int kv_tile) { return kv_tile < num_pairs(shape); }
 
-// Depends on the kv tile only: a compiler moves it out of the loop over the steps.
 DC_FN Team team_of(const Shape& shape, int kv_tile) {
   const int n_active = num_active_kv_tiles(shape);
   const int pair = is_long(shape, kv_tile) ? kv_tile : n_active - 1 - kv_tile;
   const int chunk = chunk_size(shape);
-  const int first = pair / chunk * chunk;
+  const int first = pair < chunk ? 0 : pair / chunk * chunk;  // seldom a division
   const int size = min_int(chunk, num_pairs(shape) - first);
   const int rect_begin = first_q_tile(shape, first + size - 1);
   return {first, size, pair - first, rect_begin, shape.n_q - rect_begin};

@@ -1,0 +1,162 @@
+"""Schedules in Python: every pair once, tickets without a gap, no deadlock, clear refusals."""
+
+import inspect
+from pathlib import Path
+
+import numpy as np
+import pytest
+from schedule_grid import all_shapes, shapes
+
+from dashcupy import schedules
+from dashcupy.errors import InvalidInputError, UnsupportedError
+from dashcupy.schedules import Shape, contract, order
+from dashcupy.simulate import check_resident
+
+FULL = Shape.from_counts(6, 6)
+CAUSAL = Shape.from_counts(6, 6, causal=True)
+
+
+def visible_tiles(shape):
+    """[n_q, n_kv] bool from the mask itself, row by row and key by key."""
+    rows, keys = np.arange(shape.q_len)[:, None], np.arange(shape.kv_len)
+    seen = np.zeros((shape.n_q * shape.q_rows, shape.n_kv * shape.kv_rows), bool)
+    seen[:shape.q_len, :shape.kv_len] = (keys <= rows + shape.offset) | (not shape.causal)
+    return seen.reshape(shape.n_q, shape.q_rows, shape.n_kv, shape.kv_rows).any((1, 3))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_tile_bounds_agree_with_the_mask(causal):
+    for tiles in ((4, 4), (4, 12), (8, 4), (6, 4)):
+        for shape in shapes(*tiles, causal):
+            seen = visible_tiles(shape)
+            first = [int(np.argmax(column)) if column.any() else shape.n_q for column in seen.T]
+            assert [shape.first_q_tile(kv) for kv in range(shape.n_kv)] == first, shape
+            # The visible kv tiles of a row of tiles are a prefix: a count says it all.
+            count = seen.sum(1)
+            assert (seen == (np.arange(shape.n_kv) < count[:, None])).all(), shape
+            assert [shape.num_kv_tiles(q) for q in range(shape.n_q)] == count.tolist(), shape
+            assert shape.num_active_kv_tiles() == seen.any(0).sum(), shape
+
+
+@pytest.mark.parametrize("name", schedules.names())
+def test_every_pair_once_and_tickets_without_a_gap(name):
+    """A pair missed or done twice is a wrong gradient; a gap in the tickets is a hang."""
+    schedule = schedules.get(name)
+    for shape in all_shapes(schedule.MASKS):
+        kv_tiles = [schedule.kv_tile(shape, work, part)
+                    for work in range(schedule.num_work(shape))
+                    for part in range(schedule.work_size(shape, work))]
+        assert sorted(kv_tiles) == list(range(shape.n_kv)), shape
+        turns = np.full((shape.n_q, shape.n_kv), -1)
+        for kv in kv_tiles:
+            for step in range(schedule.num_steps(shape, kv)):
+                q = schedule.q_tile(shape, kv, step)
+                assert turns[q, kv] == -1, (shape, "twice", q, kv)
+                turns[q, kv] = schedule.ticket(shape, kv, q)
+        assert ((turns >= 0) == visible_tiles(shape)).all(), shape
+        for q, row in enumerate(turns):
+            count = schedule.num_contributors(shape, q)
+            assert sorted(row[row >= 0]) == list(range(count)), (shape, q)
+
+
+@pytest.mark.parametrize("name", schedules.names())
+def test_no_deadlock(name):
+    """With the fewest CTAs allowed, with one more, or with one for every work of all heads."""
+    schedule = schedules.get(name)
+    for number, shape in enumerate(all_shapes(schedule.MASKS)):
+        team, n_work = schedule.team_size(shape), schedule.num_work(shape)
+        assert 1 <= team <= order.MAX_TEAM and schedule.chunk_size(shape) >= team, shape
+        n_resident = (team, team + 1, max(team, 2 * n_work))[number % 3]
+        check_resident(schedule, shape, 2, n_resident, q_per_kv=1 + number % 2)
+
+
+@pytest.mark.parametrize("name, shape", [("shift", FULL), ("symmetric_shift", CAUSAL)])
+def test_team_needs_all_of_itself(name, shape):
+    """The stated team is not merely enough: one CTA fewer hangs, and is refused beforehand."""
+    team = schedules.get(name).team_size(shape)
+    schedules.require_resident(name, shape, team)
+    with pytest.raises(UnsupportedError, match="waits on q tile . for .* which no CTA has taken"):
+        check_resident(name, shape, 2, team - 1)
+    with pytest.raises(UnsupportedError, match=f"needs {team} CTAs .* only {team - 1} fit"):
+        schedules.require_resident(name, shape, team - 1)
+
+
+@pytest.mark.parametrize("shape", [FULL, CAUSAL])
+def test_launch_ordered_schedules_need_one_cta(shape):
+    for name in ("ascending", "descending", "shortest_first", "auto"):
+        schedules.require_resident(name, shape, 1)
+
+
+@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("n_head", [1, 3])
+def test_work_order(name, n_head):
+    """Every work of every head once; heads keep the order of the schedule; teams stay together."""
+    schedule = schedules.get(name)
+    for shape in all_shapes(schedule.MASKS):
+        taken = [schedules.decode(schedule, shape, n_head, number)
+                 for number in range(schedules.total_work(schedule, shape, n_head))]
+        n_work, chunk = schedule.num_work(shape), schedule.chunk_size(shape)
+        for head in range(n_head):
+            assert [work for h, work in taken if h == head] == list(range(n_work)), shape
+        for one, two in zip(taken, taken[1:], strict=False):
+            if one[1] // chunk == two[1] // chunk and one[0] == two[0]:
+                assert two[1] == one[1] + 1, (shape, one, two)
+        # All of a chunk of one head in a row, and chunk after chunk.
+        starts = [(work // chunk, head) for head, work in taken]
+        assert starts == sorted(starts), shape
+
+
+@pytest.mark.parametrize("name", schedules.names())
+def test_schedule_knows_only_the_shape(name):
+    """Batch, heads or SM count in a signature would make bits depend on them."""
+    schedule = schedules.get(name)
+    wanted = {key: [p for p in inspect.signature(function).parameters if p != "self"]
+              for key, function in vars(contract.Schedule).items()
+              if inspect.isfunction(function) and not key.startswith("_")}
+    assert len(wanted) == 9
+    for key, parameters in wanted.items():
+        assert list(inspect.signature(getattr(schedule, key)).parameters) == parameters, key
+    assert schedule.NAME == name and set(schedule.MASKS) <= {"full", "causal"}
+    assert schedule.DESCRIPTION and "\n" not in schedule.DESCRIPTION
+
+
+def test_chunks_are_few_and_even():
+    assert [order.balanced_chunk(n) for n in (0, 1, 64, 65, 128, 129, 130, 192)] == [
+        1, 1, 64, 33, 64, 43, 44, 64]
+
+
+def test_registry_finds_every_module():
+    """A schedule is two files: nothing else has to be told."""
+    folder = Path(schedules.__file__).parent
+    helpers = {"__init__", "auto", "contract", "order", "shape"}
+    assert set(schedules.names()) == {path.stem for path in folder.glob("*.py")} - helpers
+    assert schedules.names() == ("ascending", "descending", "shift", "shortest_first",
+                                 "symmetric_shift")
+
+
+def test_unknown_name_says_which_is_meant():
+    with pytest.raises(InvalidInputError, match="allowed: auto, ascending, .*mean 'shift'"):
+        schedules.get("shfit")
+    with pytest.raises(InvalidInputError, match=r"allowed: .*symmetric_shift\)$"):
+        schedules.get("zzz")
+    with pytest.raises(InvalidInputError, match="schedule=None is not known"):
+        schedules.get(None)
+
+
+def test_mask_that_a_schedule_lacks_is_refused():
+    with pytest.raises(InvalidInputError, match="'shift' is not defined for the causal mask .*"
+                                                "for causal use .*'symmetric_shift'"):
+        schedules.resolve("shift", CAUSAL)
+    with pytest.raises(InvalidInputError, match="not defined for the full mask .*use .*'shift'"):
+        schedules.resolve("symmetric_shift", FULL)
+    assert schedules.supports("symmetric_shift", "causal_top_left")
+    assert not schedules.supports("shift", "causal_top_left")
+    with pytest.raises(InvalidInputError, match="mask 'diagonal' is not known"):
+        schedules.supports("shift", "diagonal")
+
+
+def test_auto_never_needs_a_team():
+    assert schedules.resolve("auto", CAUSAL).NAME == "descending"
+    assert schedules.resolve("auto", FULL).NAME == "ascending"
+    for shape in all_shapes(("full", "causal")):
+        assert schedules.resolve("auto", shape).team_size(shape) == 1
