@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import math
+import numbers
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from .errors import InvalidInputError
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 MASKS = ("full", "causal", "causal_top_left")
+
+# Axes of every array that the public functions take or return.
+_AS_Q = ("batch", "q_len", "n_q_head", "head_dim")
+_AS_K = ("batch", "kv_len", "n_kv_head", "head_dim")
+AXES = {
+    "q": _AS_Q, "k": _AS_K, "v": _AS_K, "out": _AS_Q, "lse": ("batch", "n_q_head", "q_len"),
+    "dout": _AS_Q, "dq": _AS_Q, "dk": _AS_K, "dv": _AS_K,
+}
 
 # What `causal=` accepts, and the mask each value names.
 CAUSAL_ARGUMENT = {False: "full", True: "causal", "bottom_right": "causal",
@@ -23,6 +34,29 @@ def mask_from_causal(causal: bool | str) -> str:
         raise InvalidInputError(
             f"causal={causal!r} is not known; allowed: False, True (bottom-right aligned, as in "
             f"FlashAttention; also 'bottom_right') and 'top_left' (as in PyTorch)") from None
+
+
+def number_from_scale(scale: object) -> float | None:
+    """The argument ``scale`` as a Python float, or None for the default."""
+    if scale is None or type(scale) is float:
+        return scale
+    if isinstance(scale, numbers.Real):  # ints, and NumPy's scalars
+        return float(scale)
+    raise InvalidInputError(
+        f"scale is a {type(scale).__name__}: must be None (1/sqrt(head_dim)) or a Python or NumPy "
+        f"number; an array on a GPU would have to be waited for, so read it first: float(scale)")
+
+
+def lse_dtype(dtype: str) -> str:
+    """dtype of lse for inputs of ``dtype``."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+class Described(Protocol):
+    """Anything with a shape and the name of a dtype."""
+
+    shape: tuple[int, ...]
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -72,6 +106,39 @@ class Problem:
             if not good:
                 raise InvalidInputError(message)
 
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, Described], mask: str,
+                    scale: float | None = None) -> Problem:
+        """The problem that these arrays pose.
+
+        Parameters
+        ----------
+        arrays
+            By the names of ``AXES``; ``"q"``, ``"k"`` and ``"v"`` must be there, and come first.
+        mask
+            One of ``MASKS``.
+        scale
+            Factor on ``q k^T``; None: 1/sqrt(head_dim).
+
+        Raises
+        ------
+        InvalidInputError
+            A rank, shape or dtype does not go with the others.
+        """
+        sizes: dict[str, int] = {}
+        dtype = arrays["q"].dtype
+        for name, array in arrays.items():
+            _check_shape(name, tuple(array.shape), sizes)
+            wanted = lse_dtype(dtype) if name == "lse" else dtype
+            if array.dtype != wanted:
+                raise InvalidInputError(
+                    f"{name} has dtype {array.dtype}, expected {wanted}: q, k, v and all arrays "
+                    f"that go with them share one dtype, and lse is float32 (float64 for "
+                    f"float64); cast {name}")
+        if scale is None:
+            scale = 1 / math.sqrt(max(sizes["head_dim"], 1))
+        return cls(**sizes, dtype=dtype, mask=mask, scale=scale)
+
     @property
     def q_per_kv(self) -> int:
         """q heads that share one kv head."""
@@ -86,3 +153,16 @@ class Problem:
     def mask_offset(self) -> int:
         """Row i sees key j iff j <= i + mask_offset (meaningless for the full mask: 0)."""
         return self.kv_len - self.q_len if self.mask == "causal" else 0
+
+
+def _check_shape(name: str, shape: tuple[int, ...], sizes: dict[str, int]) -> None:
+    """Compare a shape with the sizes known so far, and learn the others from it."""
+    axes = AXES[name]
+    if len(shape) == len(axes) and all(
+            sizes.setdefault(axis, size) == size for axis, size in zip(axes, shape)):
+        return
+    expected = ", ".join(str(sizes.get(axis, "any")) for axis in axes)
+    others = "" if name == "q" else ", to go with the arrays before it"
+    raise InvalidInputError(
+        f"{name} has shape {shape}, expected [{', '.join(axes)}] = ({expected}){others}; "
+        f"heads come after the length, and there is no axis to leave out")

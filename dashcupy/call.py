@@ -1,0 +1,214 @@
+"""One call from arrays to results: borrow, plan, launch, deliver."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from . import arrays, cpu, driver, env
+from .arrays import CPU, Borrowed, Framework, Layout
+from .errors import InvalidInputError
+from .launch import Launcher, contiguous_strides, is_aligned, require_contiguous_rows
+from .outputs import check_outputs
+from .plan import Plan, make_plan
+from .problem import AXES, Problem, lse_dtype, mask_from_causal, number_from_scale
+
+# Arguments and results in the order of the parameter structs.
+INPUTS = {"forward": ("q", "k", "v"), "backward": ("q", "k", "v", "out", "dout", "lse")}
+RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
+Layouts = tuple[Layout | None, ...]
+
+
+def run(direction: str, inputs: tuple[Any, ...], given: tuple[Any, ...], *,
+        causal: bool | str = False, scale: float | None = None, schedule: str = "auto",
+        workspace: Any = None, n_wanted: int | None = None,
+        max_ctas: int | None = None) -> tuple[Any, ...]:
+    """Compute, and return the results in the caller's kind of array.
+
+    Parameters
+    ----------
+    direction
+        ``"forward"`` or ``"backward"``.
+    inputs, given
+        Arrays in the order of ``INPUTS``; preallocated results, or None for each, in the order of
+        ``RESULTS``.
+    causal, scale, schedule, workspace
+        As for the public functions.
+    n_wanted
+        How many of the results the caller gets; by default all.
+    max_ctas
+        Upper limit on the CTAs of the backward; bits do not depend on it.
+    """
+    mask, scale = mask_from_causal(causal), number_from_scale(scale)
+    framework, borrowed = arrays.borrow_all(INPUTS[direction], inputs)
+    outputs: list[Borrowed | None] = [None] * len(given)
+    scratch = None
+    if workspace is not None or any(x is not None for x in given):
+        outputs, scratch = _borrow_given(direction, framework, inputs, borrowed, given, workspace)
+    options = (mask, scale, schedule)
+    device = borrowed[0].device
+    if device == CPU:
+        results = _run_cpu(direction, framework, borrowed, outputs, options)
+    else:
+        runtime = driver.require_cupy().cuda.runtime
+        current = runtime.getDevice()
+        if current != device:
+            runtime.setDevice(device)
+        try:
+            results = _run_gpu(direction, framework, borrowed, outputs, scratch, options,
+                               n_wanted or len(given), max_ctas)
+        finally:
+            if current != device:
+                runtime.setDevice(current)
+    return tuple(result if x is None else x for x, result in zip(given, results[:n_wanted]))
+
+
+def plan(direction: str, inputs: tuple[Any, ...], *, causal: bool | str = False,
+         scale: float | None = None, schedule: str = "auto") -> Plan:
+    """What `run` would do with q, k and v."""
+    mask, scale = mask_from_causal(causal), number_from_scale(scale)
+    _, borrowed = arrays.borrow_all(("q", "k", "v"), inputs)
+    layouts = {name: b.layout for name, b in zip("qkv", borrowed)}
+    problem = Problem.from_arrays(layouts, mask, scale)
+    device = borrowed[0].device
+    if device == CPU:
+        return make_plan(problem, direction, CPU, schedule)
+    for name, layout in layouts.items():
+        require_contiguous_rows(name, layout)
+    aligned = is_aligned([b.pointer for b in borrowed], layouts)
+    return make_plan(problem, direction, driver.device(device).compute_capability, schedule,
+                     aligned, env.debug())
+
+
+def _borrow_given(direction: str, framework: Framework, inputs: tuple[Any, ...],
+                  borrowed: list[Borrowed], given: tuple[Any, ...], workspace: Any
+                  ) -> tuple[list[Borrowed | None], Borrowed | None]:
+    """Preallocated results and workspace, looked at and checked against the inputs."""
+    pairs = {name: x for name, x in zip((*RESULTS[direction], "workspace"), (*given, workspace))
+             if x is not None}
+    # With q in front, so that a message tells which is the odd one out.
+    _, found = arrays.borrow_all(("q", *pairs), (inputs[0], *pairs.values()))
+    outputs = dict(zip(pairs, found[1:]))
+    check_outputs(framework, outputs, dict(zip(INPUTS[direction], borrowed)))
+    return [outputs.get(name) for name in RESULTS[direction]], outputs.get("workspace")
+
+
+def _run_cpu(direction: str, framework: Framework, borrowed: list[Borrowed],
+             outputs: list[Borrowed | None], options: tuple) -> list[Any]:
+    plan = _cpu_plan(direction, *options, _layouts(borrowed), _layouts(outputs))
+    views = [framework.to_numpy(b) for b in borrowed]
+    if direction == "forward":
+        results = cpu.forward(*views, plan.problem, plan.config)
+    else:
+        q, k, v, out, dout, lse = views
+        results = cpu.backward(dout, q, k, v, out, lse, plan.problem, plan.config, plan.schedule)
+    for output, result in zip(outputs, results):
+        if output is not None:
+            np.copyto(framework.to_numpy(output), result)
+    return [None if output is not None else framework.from_numpy(result, borrowed[0])
+            for output, result in zip(outputs, results)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _cpu_plan(direction: str, mask: str, scale: float | None, schedule: str, layouts: Layouts,
+              given: Layouts) -> Plan:
+    problem = Problem.from_arrays(_by_name(direction, layouts, given), mask, scale)
+    return make_plan(problem, direction, CPU, schedule)
+
+
+def _run_gpu(direction: str, framework: Framework, borrowed: list[Borrowed],
+             outputs: list[Borrowed | None], scratch: Borrowed | None, options: tuple,
+             n_wanted: int, max_ctas: int | None) -> list[Any]:
+    """Enqueue on the arrays' GPU, which is the current one."""
+    device = borrowed[0].device
+    launcher, wanted = _launcher(
+        direction, device, _may_be_aligned(direction, borrowed, outputs), env.debug(), max_ctas,
+        *options, _layouts(borrowed), _layouts(outputs))
+    stream = framework.stream(device)
+    n_bytes = launcher.plan.workspace_bytes
+    if framework.is_capturing(stream):
+        arrays.require_capturable(framework, _not_given(direction, outputs, scratch, n_bytes,
+                                                        n_wanted))
+    like = borrowed[0]
+    results = [framework.empty(like, *shape_dtype) if output is None else output
+               for output, shape_dtype in zip(outputs, wanted)]
+    if scratch is not None:
+        _check_workspace(scratch, n_bytes)
+    elif n_bytes:
+        scratch = framework.empty(like, (n_bytes,), "uint8")
+    # The workspace may go back to its allocator right after the launch: CuPy and torch hand
+    # memory out again in the order of the stream that it was allocated on, which is this one.
+    launcher([b.pointer for b in borrowed] + [b.pointer for b in results],
+             scratch.pointer if scratch is not None else 0, stream)
+    if framework.holds:
+        arrays.hold(stream, [*borrowed, *results, scratch])
+    return [framework.deliver(result) for result in results]
+
+
+@functools.lru_cache(maxsize=1024)
+def _launcher(direction: str, device: int, may_be_aligned: bool, debug: bool,
+              max_ctas: int | None, mask: str, scale: float | None, schedule: str,
+              layouts: Layouts, given: Layouts
+              ) -> tuple[Launcher, tuple[tuple[tuple[int, ...], str], ...]]:
+    """A launcher, and shape and dtype of each result; all checks that need no pointer."""
+    known = _by_name(direction, layouts, given)
+    problem = Problem.from_arrays(known, mask, scale)
+    for name, layout in known.items():
+        require_contiguous_rows(name, layout)
+    wanted = tuple(_result(name, problem) for name in RESULTS[direction])
+    for name, (shape, dtype) in zip(RESULTS[direction], wanted):
+        known.setdefault(name, Layout(shape, contiguous_strides(shape), dtype))
+    plan = make_plan(problem, direction, driver.device(device).compute_capability, schedule,
+                     may_be_aligned and is_aligned((), known), debug)
+    return Launcher(plan, known, device, max_ctas), wanted
+
+
+def _result(name: str, problem: Problem) -> tuple[tuple[int, ...], str]:
+    shape = tuple(getattr(problem, axis) for axis in AXES[name])
+    return shape, lse_dtype(problem.dtype) if name == "lse" else problem.dtype
+
+
+def _layouts(borrowed: list[Borrowed | None]) -> Layouts:
+    return tuple([None if b is None else b.layout for b in borrowed])
+
+
+def _by_name(direction: str, layouts: Layouts, given: Layouts) -> dict[str, Layout]:
+    names = (*INPUTS[direction], *RESULTS[direction])
+    return {name: layout for name, layout in zip(names, (*layouts, *given)) if layout is not None}
+
+
+def _may_be_aligned(direction: str, borrowed: list[Borrowed],
+                    outputs: list[Borrowed | None]) -> bool:
+    """Whether the addresses allow 16-byte access; new arrays always do."""
+    bits = 0
+    lse = outputs[1] if direction == "forward" else borrowed[5]
+    for b in (*borrowed, *outputs):
+        if b is not None and b is not lse:
+            bits |= b.pointer
+    if bits & 1 or (lse is not None and lse.pointer & 3):
+        raise InvalidInputError("an array starts at an address that is no multiple of its "
+                                "element's size (a view of bytes?): copy it")
+    return bits & 15 == 0
+
+
+def _not_given(direction: str, outputs: list[Borrowed | None], scratch: Borrowed | None,
+               n_bytes: int, n_wanted: int) -> list[str]:
+    """Arguments without which memory is used that the caller does not hold."""
+    missing = []
+    if direction == "forward" and n_wanted == 1:
+        missing.append("return_lse=True")
+    if n_bytes and scratch is None:
+        missing.append(f"workspace= (uint8, {n_bytes} bytes)")
+    return missing
+
+
+def _check_workspace(scratch: Borrowed, n_bytes: int) -> None:
+    shape, strides, dtype = scratch.layout
+    if (len(shape) != 1 or dtype != "uint8" or shape[0] < n_bytes or strides != (1,)
+            or scratch.pointer % 16):
+        raise InvalidInputError(
+            f"workspace has shape {tuple(shape)}, dtype {dtype} and starts at address "
+            f"{scratch.pointer}: must be one contiguous axis of at least {n_bytes} uint8 at a "
+            f"multiple of 16 bytes")

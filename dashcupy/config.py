@@ -1,0 +1,210 @@
+"""Tiles, stages and warps: chosen from the problem and the compute capability, with the reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from . import cpu
+from .errors import UnsupportedError
+from .problem import Problem
+
+Target = str | tuple[int, int]  # "cpu", or the (major, minor) of a compute capability
+
+GPU_DTYPES = ("float16", "bfloat16")
+MAX_HEAD_DIM = 128
+# Shared memory that a CTA may ask for, by compute capability. Tiles follow from it, and bits from
+# the tiles: so it is this table that counts, never what one GPU model reports.
+SMEM_BYTES = {
+    (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10,
+    (9, 0): 227 << 10, (10, 0): 227 << 10, (10, 1): 227 << 10, (10, 3): 227 << 10,
+    (11, 0): 227 << 10, (12, 0): 99 << 10, (12, 1): 99 << 10,
+}
+# What every GPU from 8.0 on has, and so the choice for a capability that is not in the table.
+_LEAST_SMEM_BYTES = 99 << 10
+# STEP_RING of bwd_sm80: 256 steps of 16 bytes.
+_STEP_RING_BYTES = 4096
+
+# Wanted first, taken first that fits: (q_tile, kv_tile, stages of k and v).
+_FORWARD_TILES = {
+    64: ((128, 128, 2), (128, 128, 1)),
+    128: ((128, 64, 2), (128, 64, 1)),
+}
+# (q_tile, kv_tile, stages of q, stages of dout). Large tiles come before stages: a q tile that is
+# read by half as many kv tiles halves the traffic of dq, a stage only hides a load.
+_BACKWARD_TILES = {
+    64: ((128, 128, 2, 2), (128, 128, 2, 1), (128, 128, 1, 1),
+         (64, 128, 2, 2), (64, 128, 2, 1), (64, 128, 1, 1)),
+    128: ((64, 128, 2, 2), (64, 128, 2, 1), (64, 128, 1, 1),
+          (64, 64, 2, 2), (64, 64, 2, 1), (64, 64, 1, 1)),
+}
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """How the forward is cut.
+
+    Parameters
+    ----------
+    kernel
+        ``"fwd_sm80"``, or ``"cpu"`` for the NumPy backend.
+    q_tile, kv_tile
+        Rows of a tile.
+    n_warp
+        Warps of a CTA; 0 on the CPU.
+    head_dim_pad
+        Columns of a tile; those from ``head_dim`` on are zeros.
+    stages
+        Tiles of k, and of v, in flight; 0 on the CPU.
+    smem_bytes
+        Dynamic shared memory of a CTA.
+    reason
+        Why these.
+    """
+
+    kernel: str
+    q_tile: int
+    kv_tile: int
+    n_warp: int
+    head_dim_pad: int
+    stages: int
+    smem_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """How the backward is cut; fields as in `ForwardConfig`.
+
+    Parameters
+    ----------
+    q_stages, do_stages
+        Tiles of q, and of dout, in flight; 0 on the CPU.
+    """
+
+    kernel: str
+    q_tile: int
+    kv_tile: int
+    n_warp: int
+    head_dim_pad: int
+    q_stages: int
+    do_stages: int
+    smem_bytes: int
+    reason: str
+
+
+Config = ForwardConfig | BackwardConfig
+
+
+def choose_config(problem: Problem, direction: str, target: Target) -> Config:
+    """Tiles and stages for a problem.
+
+    Bits depend on the tiles, so this looks at dtype, head_dim and compute capability only: never
+    at batch, heads, SM count or GPU model.
+
+    Parameters
+    ----------
+    problem
+    direction
+        ``"forward"`` or ``"backward"``.
+    target
+        ``"cpu"``, or the compute capability (major, minor).
+
+    Raises
+    ------
+    UnsupportedError
+        The GPU kernels do not serve this dtype, head_dim or compute capability.
+    """
+    if target == "cpu":
+        return _cpu_config(problem, direction)
+    require_gpu_problem(problem, target)
+    limit = SMEM_BYTES.get(target, _LEAST_SMEM_BYTES)
+    pad = head_dim_pad(problem.head_dim)
+    choose = {"forward": _forward_config, "backward": _backward_config}[direction]
+    return choose(pad, limit, _smem_text(target, limit))
+
+
+def require_gpu_problem(problem: Problem, target: tuple[int, int]) -> None:
+    """Refuse what the GPU kernels cannot do.
+
+    Raises
+    ------
+    UnsupportedError
+        With what to do instead.
+    """
+    pad_to = -(-problem.head_dim // 8) * 8
+    checks = (
+        (target >= (8, 0),
+         "this GPU has compute capability {}.{}; the kernels need 8.0 (Ampere) or newer: give "
+         "NumPy arrays to compute on the CPU".format(*target)),
+        (problem.dtype in GPU_DTYPES,
+         f"dtype {problem.dtype} is not supported on a GPU (allowed: {', '.join(GPU_DTYPES)}); "
+         f"cast q, k and v, or give NumPy arrays to compute on the CPU"),
+        (problem.head_dim <= MAX_HEAD_DIM,
+         f"head_dim={problem.head_dim} is not supported on a GPU (allowed: multiples of 8 up to "
+         f"{MAX_HEAD_DIM}); give NumPy arrays to compute on the CPU"),
+        (problem.head_dim % 8 == 0,
+         f"head_dim={problem.head_dim} is not supported on a GPU (allowed: multiples of 8 up to "
+         f"{MAX_HEAD_DIM}); pad q, k and v with zeros to {pad_to}, give the scale that belongs to "
+         f"{problem.head_dim}, and cut the results"),
+    )
+    for good, message in checks:
+        if not good:
+            raise UnsupportedError(message)
+
+
+def head_dim_pad(head_dim: int) -> int:
+    """Columns of a tile in shared memory: a multiple of 32."""
+    return -(-head_dim // 32) * 32
+
+
+def row_bytes(columns: int) -> int:
+    """Bytes of one row of a tile in shared memory; a row ends in 16 bytes of padding."""
+    return 2 * (columns + 8)
+
+
+def forward_smem_bytes(q_tile: int, kv_tile: int, pad: int, stages: int) -> int:
+    """Shared memory of fwd_sm80: q, and k and v in ``stages`` stages."""
+    return (q_tile + 2 * stages * kv_tile) * row_bytes(pad)
+
+
+def backward_smem_bytes(q_tile: int, kv_tile: int, pad: int, q_stages: int, do_stages: int) -> int:
+    """Shared memory of bwd_sm80: k, v, q, dout, p, dS, lse and delta, steps, the work number."""
+    tiles = (2 * kv_tile + (q_stages + do_stages) * q_tile) * row_bytes(pad)
+    scores = 2 * q_tile * row_bytes(kv_tile)
+    row_values = 2 * 2 * q_tile * 4
+    return tiles + scores + row_values + _STEP_RING_BYTES + 16
+
+
+def _cpu_config(problem: Problem, direction: str) -> Config:
+    q_tile, kv_tile = cpu.choose_tiles(problem)
+    shared = dict(kernel="cpu", q_tile=q_tile, kv_tile=kv_tile, n_warp=0,
+                  head_dim_pad=problem.head_dim, smem_bytes=0, reason="the NumPy backend's tiles")
+    if direction == "forward":
+        return ForwardConfig(**shared, stages=0)
+    return BackwardConfig(**shared, q_stages=0, do_stages=0)
+
+
+def _smem_text(target: tuple[int, int], limit: int) -> str:
+    text = "compute capability {}.{}".format(*target)
+    return (f"{text} gives a CTA {limit >> 10} KiB of shared memory" if target in SMEM_BYTES else
+            f"{text} is not in the table: no more than {limit >> 10} KiB of shared memory is used")
+
+
+def _forward_config(pad: int, limit: int, smem_text: str) -> ForwardConfig:
+    for q_tile, kv_tile, stages in _FORWARD_TILES[64 if pad <= 64 else 128]:
+        smem_bytes = forward_smem_bytes(q_tile, kv_tile, pad, stages)
+        if smem_bytes <= limit:
+            return ForwardConfig("fwd_sm80", q_tile, kv_tile, 4, pad, stages, smem_bytes,
+                                 f"{smem_text}; first of the list for head_dim up to "
+                                 f"{64 if pad <= 64 else 128} that fits")
+    raise AssertionError("the last entry of every list fits the smallest GPU")
+
+
+def _backward_config(pad: int, limit: int, smem_text: str) -> BackwardConfig:
+    for q_tile, kv_tile, q_stages, do_stages in _BACKWARD_TILES[64 if pad <= 64 else 128]:
+        smem_bytes = backward_smem_bytes(q_tile, kv_tile, pad, q_stages, do_stages)
+        if smem_bytes <= limit:
+            return BackwardConfig("bwd_sm80", q_tile, kv_tile, 8, pad, q_stages, do_stages,
+                                  smem_bytes, f"{smem_text}; first of the list for head_dim up to "
+                                              f"{64 if pad <= 64 else 128} that fits")
+    raise AssertionError("the last entry of every list fits the smallest GPU")

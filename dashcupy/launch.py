@@ -1,0 +1,250 @@
+"""From a plan to kernels on a stream: the parameter struct, the grid, the launch and its errors."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from . import driver, modules, params, schedules
+from .arrays import Layout
+from .errors import DeviceError, HangError, InvalidInputError
+from .plan import REPORT_WORDS, KernelPlan, Plan, scale_log2
+
+_ERROR_INVALID_CONTEXT = 201
+# Bytes that the kernels read at a time from arrays that are aligned.
+_VECTOR_BYTES = 16
+_VECTOR_ELEMENTS = 8
+
+
+def is_aligned(pointers: Sequence[int], layouts: Mapping[str, Layout]) -> bool:
+    """Whether all 16-bit arrays may be read 16 bytes at a time.
+
+    Parameters
+    ----------
+    pointers
+        Addresses of their first elements.
+    layouts
+        By name; lse is left out, as it is read one element at a time.
+    """
+    if functools.reduce(lambda a, b: a | b, pointers, 0) % _VECTOR_BYTES:
+        return False
+    return all(stride % _VECTOR_ELEMENTS == 0 for name, layout in layouts.items() if name != "lse"
+               for stride in used_strides(layout)[:-1])
+
+
+def used_strides(layout: Layout) -> tuple[int, ...]:
+    """Strides in elements; 0 for an axis of size 0 or 1, whose stride says nothing."""
+    return tuple(stride if size > 1 else 0 for size, stride in zip(layout.shape, layout.strides))
+
+
+def require_contiguous_rows(name: str, layout: Layout) -> None:
+    """Refuse a last axis that is not contiguous: the kernels read whole rows.
+
+    Raises
+    ------
+    InvalidInputError
+        With the strides that were found.
+    """
+    if used_strides(layout)[-1] not in (0, 1) and 0 not in layout.shape:
+        raise InvalidInputError(
+            f"{name} has strides {tuple(layout.strides)} (in elements): on a GPU the last axis "
+            f"must be contiguous (stride 1), the others are free; copy {name} to C order")
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides in elements of a new array."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def struct_values(plan: Plan, layouts: Mapping[str, Layout]) -> dict[str, int | float]:
+    """Every field of the parameter struct but the pointers."""
+    problem = plan.problem
+    values: dict[str, int | float] = {
+        "batch": problem.batch, "n_q_head": problem.n_q_head, "n_kv_head": problem.n_kv_head,
+        "q_len": problem.q_len, "kv_len": problem.kv_len, "mask_offset": problem.mask_offset,
+        "scale": problem.scale, "scale_log2": scale_log2(problem), "reserved": 0,
+    }
+    for name, layout in layouts.items():
+        strides = used_strides(layout)
+        if name == "lse":
+            values["lse_batch"], values["lse_head"] = strides[:2]
+        else:
+            for axis, stride in zip(("batch", "row", "head"), strides):
+                values[f"{name}_strides.{axis}"] = stride
+    return values
+
+
+class Launcher:
+    """A plan made ready for one GPU and one set of strides; calling it enqueues the kernels.
+
+    The GPU must be the current one while a launcher is made and called.
+
+    Parameters
+    ----------
+    plan
+    layouts
+        Shapes and strides of all arrays, results included, by name.
+    device
+        Number of the GPU.
+    max_ctas
+        Upper limit on the CTAs of a persistent kernel; None: as many as are resident.
+
+    Raises
+    ------
+    CompileError, DeviceError
+        A kernel cannot be built or loaded.
+    UnsupportedError
+        The schedule needs more resident CTAs than this GPU has.
+    """
+
+    def __init__(self, plan: Plan, layouts: Mapping[str, Layout], device: int,
+                 max_ctas: int | None = None):
+        self.plan = plan
+        self.device = device
+        self._template = params.pack(plan.direction, struct_values(plan, layouts))
+        self._pack_pointers = params.pointer_packer(plan.direction).pack_into
+        offsets = {region.name: region.offset for region in plan.workspace}
+        self._present = tuple(name in offsets for name in params.WORKSPACE[plan.direction])
+        self._offsets = tuple(offsets.get(name, 0) for name in params.WORKSPACE[plan.direction])
+        self._cleared = tuple((plan.region(name).offset, plan.region(name).n_bytes)
+                              for name in plan.cleared)
+        self._kernels = tuple(_LoadedKernel(kernel, plan, device, max_ctas)
+                              for kernel in plan.kernels)
+        self._reports = plan.debug and "report" in plan.cleared
+
+    def __call__(self, pointers: Sequence[int], workspace: int, stream: int) -> None:
+        """Enqueue the kernels; waits for nothing, except in a debug build.
+
+        Parameters
+        ----------
+        pointers
+            Of the arrays, in the order of ``params.ARRAYS``.
+        workspace
+            Address of ``plan.workspace_bytes`` bytes, a multiple of 16; any contents.
+        stream
+            Handle of the CUDA stream.
+
+        Raises
+        ------
+        DeviceError
+            The driver refuses a launch.
+        HangError
+            Debug builds: a CTA gave up waiting for its turn.
+        """
+        # A buffer of its own for each call, so that threads do not meet; the driver copies it.
+        struct = ctypes.create_string_buffer(self._template, len(self._template))
+        self._pack_pointers(struct, 0, *pointers, *[
+            workspace + offset if present else 0
+            for offset, present in zip(self._offsets, self._present)])
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(struct))
+        for offset, n_bytes in self._cleared:
+            driver.require_cupy().cuda.runtime.memsetAsync(workspace + offset, 0, n_bytes, stream)
+        for kernel in self._kernels:
+            kernel.launch(stream, arguments)
+        if self._reports:
+            _raise_hang(self.plan, workspace, stream)
+
+
+class _LoadedKernel:
+    """A function on the GPU with its final grid."""
+
+    def __init__(self, kernel: KernelPlan, plan: Plan, device: int, max_ctas: int | None):
+        self._kernel = kernel
+        self._device = device
+        self._function = modules.load(kernel.kernel, kernel.defines, device,
+                                      smem_bytes=kernel.smem_bytes).function
+        self._grid = kernel.grid
+        if kernel.persistent:
+            per_sm = driver.occupancy(self._function, kernel.threads, kernel.smem_bytes)
+            resident = per_sm * driver.device(device).n_sm
+            if max_ctas is not None:
+                resident = min(resident, max_ctas)
+            schedules.require_resident(plan.schedule, plan.shape, resident)
+            self._grid = min(kernel.grid, resident)
+        launch = _cooperative_launch() if kernel.cooperative else _plain_launch()
+        self._call = functools.partial(launch, self._function, self._grid, 1, 1, kernel.threads,
+                                       1, 1, kernel.smem_bytes)
+
+    def launch(self, stream: int, arguments: ctypes.Array) -> None:
+        code = self._call(stream, arguments)
+        if code == _ERROR_INVALID_CONTEXT:
+            # A thread that has not yet used the GPU: setDevice gives it the GPU's context.
+            driver.require_cupy().cuda.runtime.setDevice(self._device)
+            code = self._call(stream, arguments)
+        if code:
+            kernel = self._kernel
+            raise DeviceError(
+                f"launching {kernel.kernel} failed with error {code} ({_error_text(code)}): grid "
+                f"{self._grid}, {kernel.threads} threads, {kernel.smem_bytes} bytes of dynamic "
+                f"shared memory{', cooperative' if kernel.cooperative else ''}, on "
+                f"{driver.device(self._device).name}; an error of an earlier kernel may show up "
+                f"here: run with CUDA_LAUNCH_BLOCKING=1")
+
+
+# f, grid x y z, block x y z, shared memory, stream, parameters
+_LAUNCH_ARGUMENTS = [ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.c_void_p]
+
+
+@functools.cache
+def _plain_launch():
+    function = driver.library().cuLaunchKernel
+    function.argtypes = [*_LAUNCH_ARGUMENTS, ctypes.c_void_p]
+
+    def launch(*arguments):
+        return function(*arguments, None)  # no "extra"
+    return launch
+
+
+@functools.cache
+def _cooperative_launch():
+    function = driver.library().cuLaunchCooperativeKernel
+    function.argtypes = _LAUNCH_ARGUMENTS
+    return function
+
+
+def _error_text(code: int) -> str:
+    text = ctypes.c_char_p()
+    driver.library().cuGetErrorString(code, ctypes.byref(text))
+    return text.value.decode() if text.value else "unknown"
+
+
+def _raise_hang(plan: Plan, workspace: int, stream: int) -> None:
+    """Wait, read the report of a debug build, and raise if a CTA gave up."""
+    runtime = driver.require_cupy().cuda.runtime
+    report = np.zeros(REPORT_WORDS, np.uint32)
+    runtime.streamSynchronize(stream)
+    runtime.memcpy(report.ctypes.data, workspace + plan.region("report").offset, report.nbytes,
+                   runtime.memcpyDeviceToHost)
+    check_report(plan, report)
+
+
+def check_report(plan: Plan, report: np.ndarray) -> None:
+    """Raise if a CTA of a debug build gave up waiting.
+
+    Parameters
+    ----------
+    plan
+    report : ndarray of uint32
+        1 if somebody gave up, then head (batch * n_q_head + q_head), kv tile, q tile, expected
+        and seen ticket.
+
+    Raises
+    ------
+    HangError
+        Somebody did; the results are worthless.
+    """
+    if not report[0]:
+        return
+    head, kv_tile, q_tile, expected, seen = (int(word) for word in report[1:6])
+    batch, q_head = divmod(head, max(plan.problem.n_q_head, 1))
+    raise HangError(
+        f"schedule {plan.schedule!r}: kv tile {kv_tile} gave up waiting for its turn in the sum "
+        f"of dq of q tile {q_tile} (batch {batch}, q head {q_head}): it waited for ticket "
+        f"{expected} and saw {seen}; the results are worthless. Plan:\n{plan.explain()}")

@@ -1,0 +1,360 @@
+"""All that a call will do, decided before any GPU is touched: kernels, grid, workspace, bits."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from . import params, schedules
+from .config import BackwardConfig, Config, Target, choose_config
+from .errors import UnsupportedError
+from .problem import Problem
+from .schedules.shape import Shape
+
+# Goes up whenever the bits of a result change for any input. Part of every fingerprint.
+NUMERICS_VERSION = 1
+
+DIRECTIONS = ("forward", "backward")
+PREPROCESS_THREADS = 256
+SEMAPHORE_STRIDE = 8  # u32s of one dq_semaphore: 32 bytes, so that no two share a sector
+REPORT_WORDS = 8
+_ALIGNMENT = 256  # bytes, of every region of the workspace
+_INT_MAX = 2**31 - 1
+# Lengths stay far enough below 2**31 that tile and mask arithmetic in 32 bits cannot overflow.
+_MAX_LEN = 2**30
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """One launch.
+
+    Parameters
+    ----------
+    kernel
+        Stem of its ``.cu``.
+    defines
+        Config block, as sorted (name, value) pairs.
+    grid, grid_text
+        CTAs, and how they are counted. For a ``persistent`` kernel: pieces of work, which as many
+        CTAs as are resident take from a counter.
+    threads, smem_bytes
+        Threads and dynamic shared memory of a CTA.
+    persistent, cooperative
+        Whether the grid is cut to the resident CTAs; whether they must run at the same time.
+    """
+
+    kernel: str
+    defines: tuple[tuple[str, int | str], ...]
+    grid: int
+    grid_text: str
+    threads: int
+    smem_bytes: int
+    persistent: bool = False
+    cooperative: bool = False
+
+
+@dataclass(frozen=True)
+class Region:
+    """A named part of the workspace: bytes [offset, offset + n_bytes)."""
+
+    name: str
+    offset: int
+    n_bytes: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call does and what its bits depend on; made by `make_plan`, printed by `explain`.
+
+    Parameters
+    ----------
+    direction
+        ``"forward"`` or ``"backward"``.
+    problem, target, config
+        What is asked, where it runs, and how it is cut into tiles.
+    requested_schedule, schedule
+        The argument, and the schedule it stands for; both None for the forward.
+    aligned
+        Whether the kernels may read 16 bytes at a time (bits do not depend on it).
+    debug
+        Whether waits are bounded and reported.
+    kernels
+        Launches, in order; empty on the CPU and where there is nothing to compute.
+    workspace, workspace_bytes
+        Parts and size of the scratch memory; linear in the lengths.
+    cleared
+        Regions that the host sets to zero before the launch.
+    team_size
+        CTAs that wait for one another and so must be resident together; 1: none.
+    fingerprint
+        Names all that the bits depend on: equal fingerprints promise equal bits.
+    """
+
+    direction: str
+    problem: Problem
+    target: Target
+    config: Config
+    requested_schedule: str | None
+    schedule: str | None
+    aligned: bool
+    debug: bool
+    kernels: tuple[KernelPlan, ...]
+    workspace: tuple[Region, ...]
+    workspace_bytes: int
+    cleared: tuple[str, ...]
+    team_size: int
+    fingerprint: str
+
+    def region(self, name: str) -> Region:
+        """The part of the workspace with that name."""
+        return next(region for region in self.workspace if region.name == name)
+
+    @property
+    def shape(self) -> Shape:
+        """Tile counts and mask of one head."""
+        return _shape(self.problem, self.config)
+
+    def explain(self) -> str:
+        """Every value on the way from the arguments to the launch, with the reasons."""
+        rows = [("what", _problem_text(self)), ("mask", _mask_text(self.problem)),
+                ("scale", f"{self.problem.scale:.9g} on q k^T"),
+                ("target", _target_text(self.target)), *_config_rows(self)]
+        if self.schedule:
+            rows += [("schedule", _schedule_text(self)), ("team", _team_text(self))]
+        for kernel in self.kernels:
+            rows += _kernel_rows(kernel)
+        if not self.kernels and self.target != "cpu":
+            rows.append(("launch", "nothing: no result has an element"))
+        rows.append(("workspace", f"{self.workspace_bytes} bytes"))
+        rows += [("", f"{region.name}: {region.n_bytes} bytes at {region.offset}, {region.text}")
+                 for region in self.workspace]
+        rows.append(("bits", self.fingerprint))
+        return "\n".join(f"{title:<10} {text}" for title, text in rows)
+
+
+@functools.lru_cache(maxsize=1024)
+def make_plan(problem: Problem, direction: str, target: Target, schedule: str = "auto",
+              aligned: bool = True, debug: bool = False) -> Plan:
+    """Decide everything; a pure function that needs no GPU.
+
+    Parameters
+    ----------
+    problem
+    direction
+        ``"forward"`` or ``"backward"``.
+    target
+        ``"cpu"``, or a compute capability (major, minor).
+    schedule
+        For the backward: a name, or ``"auto"``.
+    aligned, debug
+        See `Plan`.
+
+    Raises
+    ------
+    InvalidInputError
+        Unknown schedule, or one that is not defined for the mask.
+    UnsupportedError
+        No kernel serves the problem on this target, or it has too many tiles.
+    """
+    config = choose_config(problem, direction, target)
+    shape = _shape(problem, config)
+    chosen = schedules.resolve(schedule, shape) if direction == "backward" else None
+    name = chosen.NAME if chosen else None
+    kernels: tuple[KernelPlan, ...] = ()
+    workspace: tuple[Region, ...] = ()
+    team_size = chosen.team_size(shape) if chosen else 1
+    if target != "cpu":
+        _check_sizes(problem, shape, chosen)
+        if direction == "backward":
+            kernels = _backward_kernels(problem, config, shape, chosen, aligned, debug)
+            workspace = _backward_workspace(problem, config, shape, debug)
+        else:
+            kernels = _forward_kernels(problem, config, shape, aligned)
+    end = workspace[-1].offset + workspace[-1].n_bytes if workspace else 0
+    return Plan(direction, problem, target, config, schedule if chosen else None, name, aligned,
+                debug, kernels, workspace, end, _cleared(kernels, debug), team_size,
+                _fingerprint(problem, direction, target, config, name))
+
+
+def _shape(problem: Problem, config: Config) -> Shape:
+    return Shape(problem.q_len, problem.kv_len, config.q_tile, config.kv_tile, problem.causal,
+                 problem.mask_offset)
+
+
+def _check_sizes(problem: Problem, shape: Shape, schedule: schedules.Schedule | None) -> None:
+    counts = {
+        "q_len": (problem.q_len, _MAX_LEN),
+        "kv_len": (problem.kv_len, _MAX_LEN),
+        "q tiles * batch * n_q_head": (shape.n_q * problem.batch * problem.n_q_head, _INT_MAX),
+    }
+    if schedule is not None:
+        counts["works * batch * n_kv_head"] = (
+            schedules.total_work(schedule, shape, problem.batch * problem.n_kv_head), _INT_MAX)
+    for name, (count, most) in counts.items():
+        if count > most:
+            raise UnsupportedError(f"{name} = {count} is more than the kernels can count "
+                                   f"({most}); split the batch or the heads over several calls")
+
+
+def _shared_defines(problem: Problem, config: Config, aligned: bool,
+                    direction: str) -> dict[str, int | str]:
+    return {
+        "DC_HEAD_DIM": problem.head_dim,
+        "DC_HEAD_DIM_PAD": config.head_dim_pad,
+        "DC_Q_TILE": config.q_tile,
+        "DC_KV_TILE": config.kv_tile,
+        "DC_CAUSAL": int(problem.causal),
+        "DC_BF16": int(problem.dtype == "bfloat16"),
+        "DC_ALIGNED": int(aligned),
+        "DC_PARAMS_BYTES": params.n_bytes(direction),
+    }
+
+
+def _forward_kernels(problem: Problem, config: Config, shape: Shape,
+                     aligned: bool) -> tuple[KernelPlan, ...]:
+    n_tile = shape.n_q * problem.batch * problem.n_q_head
+    if n_tile == 0:
+        return ()
+    defines = _shared_defines(problem, config, aligned, "forward") | {
+        "DC_WARPS": config.n_warp,
+        "DC_STAGES": config.stages,
+        "DC_SMEM_BYTES": config.smem_bytes,
+    }
+    return (KernelPlan(config.kernel, _pairs(defines), n_tile, "q tiles * batch * n_q_head",
+                       32 * config.n_warp, config.smem_bytes),)
+
+
+def _backward_kernels(problem: Problem, config: BackwardConfig, shape: Shape,
+                      schedule: schedules.Schedule, aligned: bool,
+                      debug: bool) -> tuple[KernelPlan, ...]:
+    kernels = []
+    shared = _shared_defines(problem, config, aligned, "backward") | {
+        "DC_SEMAPHORE_STRIDE": SEMAPHORE_STRIDE}
+    n_tile = shape.n_q * problem.batch * problem.n_q_head
+    if n_tile > 0:
+        kernels.append(KernelPlan("bwd_preprocess", _pairs(shared), n_tile,
+                                  "q tiles * batch * n_q_head", PREPROCESS_THREADS, 0))
+    n_work = schedules.total_work(schedule, shape, problem.batch * problem.n_kv_head)
+    if n_work > 0:
+        defines = shared | {
+            "DC_SCHEDULE": f"schedules/{schedule.NAME}.cuh",
+            "DC_WARPS": config.n_warp,
+            "DC_Q_STAGES": config.q_stages,
+            "DC_DO_STAGES": config.do_stages,
+            "DC_DEBUG": int(debug),
+            "DC_SMEM_BYTES": config.smem_bytes,
+        }
+        kernels.append(KernelPlan(
+            config.kernel, _pairs(defines), n_work, "works of a head * batch * n_kv_head",
+            32 * config.n_warp, config.smem_bytes, persistent=True,
+            cooperative=schedule.team_size(shape) > 1))
+    return tuple(kernels)
+
+
+def _pairs(defines: dict[str, int | str]) -> tuple[tuple[str, int | str], ...]:
+    return tuple(sorted(defines.items()))
+
+
+def _backward_workspace(problem: Problem, config: BackwardConfig, shape: Shape,
+                        debug: bool) -> tuple[Region, ...]:
+    n_tile = problem.batch * problem.n_q_head * shape.n_q
+    rows = "[batch, n_q_head, padded q_len]"
+    wanted = {
+        "lse_log2": (4 * n_tile * config.q_tile, f"float32 {rows}: lse * log2(e)"),
+        "delta": (4 * n_tile * config.q_tile, f"float32 {rows}: row sums of out * dout"),
+        "dq_accum": (4 * n_tile * config.q_tile * config.head_dim_pad,
+                     "float32 [batch, n_q_head, q tiles, tile]: the sum of dq so far"),
+        "dq_semaphore": (4 * n_tile * SEMAPHORE_STRIDE, "uint32, one a q tile: whose turn it is"),
+        "work_counter": (4, "uint32: the next piece of work"),
+    }
+    if debug:
+        wanted["report"] = (4 * REPORT_WORDS, "uint32: who gave up waiting")
+    regions, end = [], 0
+    for name, (n_bytes, text) in wanted.items():
+        offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+        regions.append(Region(name, offset, n_bytes, text))
+        end = offset + n_bytes
+    return tuple(regions)
+
+
+def _cleared(kernels: tuple[KernelPlan, ...], debug: bool) -> tuple[str, ...]:
+    names = [kernel.kernel for kernel in kernels]
+    if not any(kernel.persistent for kernel in kernels):
+        return ()
+    # bwd_preprocess sets the counter to zero, but has no CTA when there is no row of q.
+    counter = () if "bwd_preprocess" in names else ("work_counter",)
+    return counter + (("report",) if debug else ())
+
+
+def _fingerprint(problem: Problem, direction: str, target: Target, config: Config,
+                 schedule: str | None) -> str:
+    place = "numpy" if target == "cpu" else "cc{}.{}".format(*target)
+    parts = [f"v{NUMERICS_VERSION}", direction, problem.dtype, f"d{problem.head_dim}",
+             f"q{problem.q_len}", f"k{problem.kv_len}", problem.mask,
+             f"scale={float(problem.scale).hex()}", *([schedule] if schedule else []),
+             f"{config.kernel}[{config.q_tile}x{config.kv_tile}]", place]
+    return ":".join(parts)
+
+
+def _problem_text(plan: Plan) -> str:
+    p = plan.problem
+    return (f"{plan.direction}, {p.dtype}, batch {p.batch}, {p.q_len} rows of q, {p.kv_len} keys, "
+            f"{p.n_q_head} q heads on {p.n_kv_head} kv heads, head_dim {p.head_dim}")
+
+
+def _mask_text(problem: Problem) -> str:
+    if not problem.causal:
+        return "full: every row sees every key"
+    return f"{problem.mask}: row i sees key j iff j <= i + {problem.mask_offset}"
+
+
+def _target_text(target: Target) -> str:
+    if target == "cpu":
+        return "cpu (NumPy); equal bits need the same NumPy, BLAS and processor"
+    return "compute capability {}.{}".format(*target)
+
+
+def _config_rows(plan: Plan) -> list[tuple[str, str]]:
+    config, shape = plan.config, plan.shape
+    text = (f"{config.kernel}, q tile {config.q_tile} rows ({shape.n_q} of them a head), kv tile "
+            f"{config.kv_tile} rows ({shape.n_kv})")
+    if plan.target != "cpu":
+        stages = ", ".join(f"{name} {getattr(config, name)}" for name in
+                           ("stages", "q_stages", "do_stages") if hasattr(config, name))
+        text += (f", head_dim padded to {config.head_dim_pad}, {config.n_warp} warps, {stages}, "
+                 f"{'16-byte' if plan.aligned else '2-byte'} loads")
+    return [("config", text), ("", f"because {config.reason}")]
+
+
+def _schedule_text(plan: Plan) -> str:
+    description = schedules.get(plan.schedule).DESCRIPTION
+    asked = "" if plan.requested_schedule == plan.schedule else (
+        f" (for {plan.requested_schedule!r}: a function of lengths, tiles and mask, never a "
+        f"timing)")
+    return f"{plan.schedule}{asked}: {description}"
+
+
+def _team_text(plan: Plan) -> str:
+    if plan.target == "cpu":
+        return "one worker: nobody waits"
+    if plan.team_size == 1:
+        return "1: a CTA waits only for works that started before its own, so nothing can hang"
+    return (f"{plan.team_size} CTAs wait for one another: launched cooperatively, and refused on "
+            f"a GPU where fewer are resident together")
+
+
+def _kernel_rows(kernel: KernelPlan) -> list[tuple[str, str]]:
+    grid = (f"min({kernel.grid} works, resident CTAs)" if kernel.persistent else
+            f"{kernel.grid} CTAs")
+    kind = ", cooperative" if kernel.cooperative else ""
+    defines = " ".join(f"{name}={value}" for name, value in kernel.defines)
+    return [("kernel", f"{kernel.kernel}: grid {grid} ({kernel.grid_text}), {kernel.threads} "
+                       f"threads, {kernel.smem_bytes} bytes of dynamic shared memory{kind}"),
+            ("", defines)]
+
+
+def scale_log2(problem: Problem) -> float:
+    """Factor that takes scores to base 2: scale * log2(e)."""
+    return problem.scale * math.log2(math.e)
