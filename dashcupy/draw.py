@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .errors import InvalidInputError, UnsupportedError
 from .schedules import Schedule, Shape
-from .simulate import Costs, Simulation
+from .simulate import Costs, Simulation, Step
 
 SUFFIXES = (".svg", ".png")
 COLOURS = {"compute": "#4c78a8", "compute, odd heads": "#9ecae9", "add": "#f2a93b",
@@ -158,6 +158,7 @@ def _bars(result: Simulation, costs: Costs,
         if stop > start:
             bars.setdefault((kind, worker), []).append((start, stop - start))
 
+    last: dict[int, Step] = {}
     for step in result.steps:
         computed = step.compute_start + costs.compute
         kind = "compute, odd heads" if step.head % 2 else "compute"
@@ -168,4 +169,9 @@ def _bars(result: Simulation, costs: Costs,
             bar("add", step.worker, step.reduce_start, step.reduce_end)
             if costs.ordered:
                 bar("hand-off", step.worker, step.reduce_end, step.reduce_end + costs.latency)
+        # With slots a worker computes on, but takes its next work only when its last add begins.
+        previous = last.get(step.worker, step)
+        if costs.slots and (previous.head, previous.work) != (step.head, step.work):
+            bar("stall", step.worker, previous.compute_end, previous.reduce_start)
+        last[step.worker] = step
     return bars

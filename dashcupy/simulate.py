@@ -10,6 +10,9 @@ waits for its turn in one of ``slots`` buffers:
   adder of a CTA takes the parts in order, the next one when the last is visible (writer
   ``"serial"``) or as soon as the last is under way (``"pipelined"``).
 
+Either way a CTA takes its next work only when the turn of its last part has come. If it did so
+earlier, one CTA could hold two works of a team, and the team could hang.
+
 Times have no unit: read them as multiples of the compute time of one step.
 """
 
@@ -108,14 +111,7 @@ class Simulation:
         return self.work_bound / self.makespan if self.makespan else 1.0
 
 
-class _Part(NamedTuple):
-    """A step that is computed, its part of dq not yet added."""
-
-    head: int
-    work: int
-    cell: tuple[int, int, int, int]  # kv tile, q head, q tile, ticket
-    compute_start: float
-    compute_end: float
+Cell = tuple[int, int, int, int]  # kv tile, q head, q tile, ticket
 
 
 class _Worker:
@@ -125,9 +121,10 @@ class _Worker:
         self.index = index
         self.head = self.work = -1
         self.has_work = False
-        self.cells: list[tuple[int, int, int, int]] = []  # of the work in hand
+        self.cells: list[Cell] = []  # of the work in hand
         self.next_cell = 0
-        self.pending: deque[_Part] = deque()
+        # Computed, not yet added: cell, start and end of its compute.
+        self.pending: deque[tuple[Cell, float, float]] = deque()
         self.compute_free = 0.0
         self.adder_free = 0.0
         self.slot_free: list[float] = []  # when each part left its slot
@@ -175,8 +172,8 @@ def check_resident(schedule: Schedule | str, shape: Shape, n_head: int, n_reside
 
     One run proves it for every timing. What can happen next (the next work is taken by a free
     CTA, or a part whose turn has come is added) stays possible until it does happen, whatever
-    else happens before. So all runs end in the same state: finished, or the same deadlock. Slots
-    are left out, as they only let a CTA go on where it would wait.
+    else happens before. So all runs end in the same state: finished, or the same deadlock. Nor do
+    slots matter: a CTA adds its parts in the same order, and has added all when it takes a work.
 
     Raises
     ------
@@ -225,7 +222,7 @@ class _Run:
                 self._take(self.workers[index], time, queue.popleft())
         return self._result()
 
-    def _cells_of(self, work: int) -> list[tuple[int, int, int, int]]:
+    def _cells_of(self, work: int) -> list[Cell]:
         s, shape, cells = self.schedule, self.shape, []
         for part in range(s.work_size(shape, work)):
             kv_tile = s.kv_tile(shape, work, part)
@@ -249,15 +246,13 @@ class _Run:
 
     def _advance(self, worker: _Worker) -> None:
         """Take a worker as far as known times allow."""
-        slots = self.costs.slots
         moved = True
         while moved:
-            while worker.next_cell < len(worker.cells) and len(worker.pending) < max(slots, 1):
+            while (worker.next_cell < len(worker.cells)
+                    and len(worker.pending) < max(self.costs.slots, 1)):
                 self._compute(worker)
             moved = self._add(worker)
-        # With slots a CTA takes its next work while its last parts wait to be added.
-        if (worker.has_work and worker.next_cell == len(worker.cells)
-                and (slots or not worker.pending)):
+        if worker.has_work and not worker.pending:
             worker.has_work = False
             heapq.heappush(self.free, (worker.compute_free, worker.index))
 
@@ -266,12 +261,10 @@ class _Run:
         end = start + self.costs.compute
         if self.costs.slots:
             waits_for = len(worker.slot_free) + len(worker.pending) - self.costs.slots
-            if waits_for >= 0 and worker.slot_free[waits_for] > end:
-                worker.stall += worker.slot_free[waits_for] - end
-                end = worker.slot_free[waits_for]
+            if waits_for >= 0:
+                end = self._hold_up(worker, end, worker.slot_free[waits_for])
         worker.compute_free = end
-        worker.pending.append(_Part(worker.head, worker.work, worker.cells[worker.next_cell],
-                                    start, end))
+        worker.pending.append((worker.cells[worker.next_cell], start, end))
         worker.next_cell += 1
 
     def _add(self, worker: _Worker) -> bool:
@@ -279,10 +272,10 @@ class _Run:
         if not worker.pending:
             return False
         costs = self.costs
-        part = worker.pending[0]
-        kv_tile, q_head, q_tile, ticket = part.cell
-        dq = self._sum(part.head, q_head, q_tile)
-        begin = max(part.compute_end, worker.adder_free)
+        cell, compute_start, compute_end = worker.pending[0]
+        kv_tile, q_head, q_tile, ticket = cell
+        dq = self._sum(worker.head, q_head, q_tile)
+        begin = max(compute_end, worker.adder_free)
         if costs.ordered:
             if self.next_ticket[dq] != ticket:
                 self.asleep[dq, ticket] = worker
@@ -292,16 +285,23 @@ class _Run:
         worker.slot_free.append(begin + costs.reduce)
         worker.adder_free = begin + costs.adder_period
         if not costs.slots:
-            worker.stall += begin - part.compute_end
-            worker.compute_free = begin + costs.hop
+            worker.compute_free = self._hold_up(worker, compute_end, begin) + costs.hop
+        elif not worker.pending and worker.next_cell == len(worker.cells):
+            worker.compute_free = self._hold_up(worker, compute_end, begin)
         self.turn_time[dq] = max(self.turn_time[dq], begin + costs.hop)
         self.next_ticket[dq] += 1
-        self.steps.append(Step(worker.index, part.head, q_head, part.work, kv_tile, q_tile, ticket,
-                               part.compute_start, part.compute_end, begin, begin + costs.reduce))
+        self.steps.append(Step(worker.index, worker.head, q_head, worker.work, kv_tile, q_tile,
+                               ticket, compute_start, compute_end, begin, begin + costs.reduce))
         successor = self.asleep.pop((dq, ticket + 1), None)
         if successor:
             self.awake.append(successor)
         return True
+
+    @staticmethod
+    def _hold_up(worker: _Worker, ready: float, until: float) -> float:
+        """When a worker that is ready, but must wait ``until`` then, goes on."""
+        worker.stall += max(0.0, until - ready)
+        return max(ready, until)
 
     def _result(self) -> Simulation:
         costs, shape, n_worker = self.costs, self.shape, len(self.workers)
@@ -322,20 +322,17 @@ class _Run:
 
     def _who_waits(self) -> str:
         """The chain of waiting CTAs, up to where it closes or to a work that nobody has taken."""
-        holder = {(part.head, part.work): worker
-                  for worker in self.workers for part in worker.pending}
-        holder |= {(worker.head, worker.work): worker
-                   for worker in self.workers if worker.has_work}
+        holder = {(worker.head, worker.work): worker
+                  for worker in self.workers if worker.has_work}
         worker, chain, seen = next(iter(self.asleep.values())), [], set()
         while worker is not None and worker.index not in seen:
             seen.add(worker.index)
-            part = worker.pending[0]
-            kv_tile, q_head, q_tile, _ = part.cell
-            due = self.next_ticket[self._sum(part.head, q_head, q_tile)]
+            kv_tile, q_head, q_tile, _ = worker.pending[0][0]
+            due = self.next_ticket[self._sum(worker.head, q_head, q_tile)]
             work, first = next((work, cell[0]) for work, cells in enumerate(self.cells)
                                for cell in cells if cell[1:] == (q_head, q_tile, due))
-            worker_name = f"CTA {worker.index} (head {part.head}, kv tile {kv_tile})"
-            worker = holder.get((part.head, work))
+            worker_name = f"CTA {worker.index} (head {worker.head}, kv tile {kv_tile})"
+            worker = holder.get((worker.head, work))
             chain.append(f"{worker_name} waits on q tile {q_tile} for kv tile {first}"
                          + ("" if worker else f" of work {work}, which no CTA has taken"))
         return ", ".join(chain) + (f", and CTA {worker.index} stands above" if worker else "")

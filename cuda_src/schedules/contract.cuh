@@ -11,7 +11,9 @@
 
 namespace schedule {
 
-// ---- A schedule defines these. A team waits only for itself and for earlier works of its head.
+// ---- A schedule defines these. A team waits only for itself and for earlier works of its head. A
+// kernel takes its next work only when the turn of its last part of dq has come: a CTA that held
+// two works of a team could make the team hang.
 DC_FN int num_steps(const Shape& shape, int kv_tile);           // q tiles it visits, of one q head
 DC_FN int q_tile(const Shape& shape, int kv_tile, int step);    // the q tile at a step
 DC_FN int ticket(const Shape& shape, int kv_tile, int q_tile);  // its turn in that dq; 0 = first

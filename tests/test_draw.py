@@ -1,0 +1,116 @@
+"""Drawings and the command ``schedule``: what is printed, what is drawn, what is refused."""
+
+import argparse
+import sys
+
+import pytest
+
+from dashcupy import cli_schedule, draw, schedules
+from dashcupy.errors import InvalidInputError, UnsupportedError
+from dashcupy.schedules import Shape
+from dashcupy.simulate import Costs, simulate
+
+COSTS = Costs(1.0, 0.25, 0.25, 1, "pipelined")
+RUN = {"shift": simulate("shift", Shape.from_counts(3, 3), 2, 4, COSTS)}
+
+
+def command(text):
+    parser = argparse.ArgumentParser()
+    cli_schedule.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["schedule", *text.split()])
+    return args.run(args)
+
+
+def test_step_table_of_a_pair():
+    """The short kv tile of a pair stands behind a bar; a column per step."""
+    table = draw.step_table(schedules.get("symmetric_shift"), Shape.from_counts(4, 4, True))
+    assert table.splitlines() == [
+        "symmetric_shift: causal mask, 4 q tiles, 4 kv tiles; cells are q tile.ticket",
+        "work   kv     0    1    2    3    4",
+        "   0  0,3   1.0  2.1  3.1  0.0 |3.3",
+        "   1  1,2   2.0  3.0  1.1 |3.2  2.2"]
+
+
+def test_step_table_is_cut_and_says_so():
+    table = draw.step_table(schedules.get("shift"), Shape.from_counts(100, 50))
+    lines = table.splitlines()
+    assert lines[-1] == "... (32 of 50 works, 32 of 100 steps)" and len(lines) == 2 + 32 + 1
+    assert max(map(len, lines)) < 250
+
+
+def test_gantt_writes_what_the_suffix_says(tmp_path):
+    """SVG twice the same: a date or a random id would make every redrawn picture a change."""
+    pytest.importorskip("matplotlib")
+    for name in ("one.svg", "two.svg", "run.png"):
+        draw.gantt(RUN, COSTS, tmp_path / name, title="two heads")
+    one, two, png = ((tmp_path / name).read_bytes() for name in ("one.svg", "two.svg", "run.png"))
+    assert one == two and one.startswith(b"<?xml") and png.startswith(b"\x89PNG")
+
+
+def test_gantt_draws_a_hang_and_many_workers(tmp_path):
+    pytest.importorskip("matplotlib")
+    hang = simulate("shift", Shape.from_counts(4, 4), 1, 3, COSTS)
+    assert hang.deadlock
+    draw.gantt({"shift": hang}, COSTS, tmp_path / "hang.png")
+    shape = Shape.from_counts(4, 50)
+    draw.gantt({"shift": simulate("shift", shape, 1, 50)}, Costs(), tmp_path / "many.png")
+    nothing = simulate("shift", Shape.from_counts(0, 4), 1, 4)
+    draw.gantt({"shift": nothing}, Costs(), tmp_path / "nothing.png")
+
+
+def test_gantt_refusals(tmp_path, monkeypatch):
+    with pytest.raises(InvalidInputError, match=r"must be one of \.svg, \.png"):
+        draw.gantt(RUN, COSTS, tmp_path / "run.jpg")
+    with pytest.raises(InvalidInputError, match="at least one simulation"):
+        draw.gantt({}, COSTS, tmp_path / "run.svg")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UnsupportedError, match=r"pip install 'dashcupy\[plot\]'"):
+        draw.gantt(RUN, COSTS, tmp_path / "run.svg")
+
+
+def test_command_for_one_schedule(capsys):
+    assert command("descending --kv 4 --heads 2 --mask causal --sms 4") == 0
+    assert capsys.readouterr().out == """\
+descending: causal mask, 4 q tiles, 4 kv tiles; cells are q tile.ticket
+work  kv     0    1    2    3
+   0   0   3.0  2.0  1.0  0.0
+   1   1   3.1  2.1  1.1
+   2   2   3.2  2.2
+   3   3   3.3
+
+2 heads on 4 SMs
+schedule          makespan     bound bound/makespan   stall    idle
+descending            7.00      6.25          0.893    5.4%    5.4%
+
+  SM      busy     stall      idle
+   0      6.25      0.00      0.75
+   1      6.25      0.25      0.50
+   2      6.25      0.50      0.25
+   3      6.25      0.75      0.00
+"""
+
+
+def test_command_compares_all_of_a_mask(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "all.svg"
+    assert command(f"all --kv 4 --mask causal_top_left --q 3 --sms 2 --plot {path}") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "1 head on 2 SMs"
+    assert [line.split()[0] for line in lines[2:6]] == [
+        "ascending", "descending", "shortest_first", "symmetric_shift"]
+    assert path.exists()
+
+
+def test_command_reports_a_hang(capsys):
+    """Fewer CTAs than the team: exit status 1, and who waits for whom."""
+    assert command("shift --kv 4 --sms 3") == 1
+    assert "shift            hangs: CTA 2 (head 0, kv tile 2) waits" in capsys.readouterr().out
+
+
+def test_command_refusals():
+    with pytest.raises(InvalidInputError, match="for full use .*'shift'"):
+        command("symmetric_shift")
+    with pytest.raises(InvalidInputError, match="--kv 0: must be at least 1"):
+        command("shift --kv 0")
+    with pytest.raises(InvalidInputError, match="mean 'shift'"):
+        command("shfit")
