@@ -134,18 +134,21 @@ class _Torch(Framework):
     def borrow(self, x, name):
         dtype = self._names.get(x.dtype) or str(x.dtype).removeprefix("torch.")
         try:
-            if x.is_cuda:
-                return Borrowed(x, x.data_ptr(), Layout(x.shape, x.stride(), dtype),
-                                x.get_device())
-            if x.device.type == "cpu":
-                x.data_ptr()
-                return Borrowed(x, 0, Layout(tuple(x.shape), None, dtype), CPU)
+            on_gpu = x.is_cuda
+            if not on_gpu and x.device.type != "cpu":
+                raise InvalidInputError(f"{name} is on device {x.device} (allowed: cuda, cpu); "
+                                        f"move it")
+            pointer = x.data_ptr()
+            if not pointer and x.numel():
+                raise RuntimeError("the data pointer is null")
+            if on_gpu:
+                return Borrowed(x, pointer, Layout(x.shape, x.stride(), dtype), x.get_device())
+            return Borrowed(x, 0, Layout(tuple(x.shape), None, dtype), CPU)
         except (RuntimeError, NotImplementedError) as error:
             raise InvalidInputError(
                 f"{name} is a torch tensor without memory of its own (sparse, or traced by "
                 f"torch.compile, vmap or a fake mode): give a plain strided tensor. torch says: "
                 f"{error}") from error
-        raise InvalidInputError(f"{name} is on device {x.device} (allowed: cuda, cpu); move it")
 
     def empty(self, like, shape, dtype):
         # A plain tensor, whatever subclass the caller has; torch's allocator hands the memory out

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from . import arrays, cpu, driver, env
+from . import arrays, cpu, driver, env, schedules
 from .arrays import CPU, Borrowed, Framework, Layout
 from .errors import InvalidInputError
 from .launch import Launcher, contiguous_strides, is_aligned, require_contiguous_rows
@@ -42,6 +42,8 @@ def run(direction: str, inputs: tuple[Any, ...], given: tuple[Any, ...], *,
         Upper limit on the CTAs of the backward; bits do not depend on it.
     """
     mask, scale = mask_from_causal(causal), number_from_scale(scale)
+    if not isinstance(schedule, str):
+        schedules.get(schedule)  # says what is allowed; only names can be looked up below
     framework, borrowed = arrays.borrow_all(INPUTS[direction], inputs)
     outputs: list[Borrowed | None] = [None] * len(given)
     scratch = None

@@ -127,6 +127,9 @@ class Problem:
         """
         sizes: dict[str, int] = {}
         dtype = arrays["q"].dtype
+        if dtype not in DTYPES:
+            raise InvalidInputError(
+                f"q has dtype {dtype} (allowed: {', '.join(DTYPES)}); cast q, k and v")
         for name, array in arrays.items():
             _check_shape(name, tuple(array.shape), sizes)
             wanted = lse_dtype(dtype) if name == "lse" else dtype

@@ -1,0 +1,99 @@
+"""A torch and a JAX on the fake GPUs: just what dashcupy asks of the real ones."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+from fake_gpu import CURRENT_DEVICE, FakeArray
+
+TORCH_STREAM = 0x7000
+JAX_STREAM = 0x9000
+
+
+class FakeTensor:
+    """A torch CUDA tensor."""
+
+    requires_grad = False
+    is_cuda = True
+
+    def __init__(self, shape, dtype="float16", device=0, strides=None):
+        self._array = FakeArray(shape, dtype, device, strides)
+        self.shape = self._array.shape
+        self.dtype = f"torch.{dtype}"
+        self.device = SimpleNamespace(type="cuda", index=device)
+
+    def data_ptr(self):
+        return self._array.data.ptr
+
+    def stride(self):
+        return tuple(stride // self._array.itemsize for stride in self._array.strides)
+
+    def get_device(self):
+        return self.device.index
+
+    def numel(self):
+        return 1
+
+
+def install_torch(monkeypatch) -> ModuleType:
+    """A module ``torch`` whose tensors are `FakeTensor`."""
+    torch = ModuleType("torch")
+    torch.Tensor = FakeTensor
+    for name in ("float16", "bfloat16", "float32", "float64", "uint8"):
+        setattr(torch, name, f"torch.{name}")
+    torch.empty = lambda shape, dtype, device: FakeTensor(
+        shape, dtype.removeprefix("torch."), device.index)
+    torch._C = SimpleNamespace(_cuda_getCurrentRawStream=lambda device: TORCH_STREAM + device)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    return torch
+
+
+class FakeJaxArray:
+    """A JAX array on GPUs; ``streams`` are those that consumers have passed to ``__dlpack__``."""
+
+    def __init__(self, shape, dtype="float16", devices=(0,), platform="gpu", array=None):
+        self.array = array or FakeArray(shape, dtype, devices[0])
+        self.shape, self.dtype = self.array.shape, self.array.dtype
+        self._devices = {SimpleDevice(platform, index) for index in devices}
+        self.streams = []
+
+    def devices(self):
+        return self._devices
+
+    def __dlpack__(self, stream):
+        self.streams.append(stream)
+        return self.array
+
+
+class SimpleDevice:
+    """A JAX device."""
+
+    def __init__(self, platform, index):
+        self.platform, self.local_hardware_id = platform, index
+
+    def __repr__(self):
+        return f"{self.platform}:{self.local_hardware_id}"
+
+
+class FakeTracer(FakeJaxArray):
+    """What jit, grad and vmap pass to the functions they trace."""
+
+
+def install_jax(monkeypatch) -> ModuleType:
+    """A module ``jax``; ``made`` are the arrays that it has allocated."""
+    jax = ModuleType("jax")
+    jax.Array = FakeJaxArray
+    jax.core = SimpleNamespace(Tracer=FakeTracer)
+    jax.made = []
+
+    def empty(shape, dtype, device):
+        jax.made.append(FakeJaxArray(shape, dtype.name, (device.local_hardware_id,)))
+        return jax.made[-1]
+
+    jax.numpy = SimpleNamespace(empty=empty)
+    jax.local_devices = lambda: [SimpleDevice("cpu", CURRENT_DEVICE), SimpleDevice("gpu", 0),
+                                 SimpleDevice("gpu", 1)]
+    jax.dlpack = SimpleNamespace(from_dlpack=lambda array: FakeJaxArray((), array=array))
+    monkeypatch.setitem(sys.modules, "jax", jax)
+    return jax

@@ -1,0 +1,154 @@
+"""A CuPy and a driver that compute nothing: they record what would be launched, and where."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import struct
+import sys
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+
+from dashcupy import arrays, call, driver, launch, modules, params
+
+STREAM = 0x5000
+CURRENT_DEVICE = 0
+FUNCTIONS = {"fwd_sm80": 0xF0, "bwd_preprocess": 0xF1, "bwd_sm80": 0xF2}
+
+
+class FakeArray:
+    """What dashcupy sees of a cupy.ndarray; it has an address and no memory."""
+
+    _addresses = itertools.count(1 << 40, 1 << 32)
+
+    def __init__(self, shape, dtype="float16", device=0, strides=None, pointer=None):
+        self.shape = tuple(shape)
+        self.dtype = arrays.numpy_dtype(dtype)
+        self.itemsize = self.dtype.itemsize
+        elements = launch.contiguous_strides(self.shape) if strides is None else strides
+        self.strides = tuple(stride * self.itemsize for stride in elements)
+        pointer = next(self._addresses) if pointer is None else pointer
+        self.data = SimpleNamespace(ptr=pointer, device_id=device)
+
+
+class Launch(NamedTuple):
+    """One recorded launch."""
+
+    kernel: str
+    grid: int
+    threads: int
+    smem_bytes: int
+    stream: int
+    cooperative: bool
+    device: int  # the current one
+    fields: dict  # of the parameter struct
+
+
+class FakeGpu:
+    """Two GPUs; ``launches`` and ``cleared`` are what was enqueued.
+
+    Parameters
+    ----------
+    n_sm, per_sm
+        SMs, and CTAs of any kernel that fit on one.
+    """
+
+    def __init__(self, compute_capability=(9, 0), n_sm=132, per_sm=1):
+        self.compute_capability = compute_capability
+        self.n_sm, self.per_sm = n_sm, per_sm
+        self.launches: list[Launch] = []
+        self.cleared: list[tuple[int, int]] = []
+        self.codes: list[int] = []  # what the next launches return; then 0
+        self.current = CURRENT_DEVICE
+        self.capturing = False
+        self.allocated: list[FakeArray] = []
+        self.events: list[SimpleNamespace] = []
+        self.report = np.zeros(8, np.uint32)
+        self.cupy = SimpleNamespace(
+            ndarray=FakeArray, empty=self._empty, from_dlpack=lambda x: x.__dlpack__(stream=STREAM),
+            cuda=SimpleNamespace(
+                get_current_stream=lambda device: SimpleNamespace(ptr=STREAM + device),
+                Event=self._event,
+                runtime=SimpleNamespace(
+                    getDevice=lambda: self.current, setDevice=self._set_device,
+                    memsetAsync=lambda pointer, value, n, stream: self.cleared.append((pointer, n)),
+                    streamIsCapturing=lambda stream: self.capturing,
+                    streamSynchronize=lambda stream: None, memcpy=self._memcpy,
+                    memcpyDeviceToHost=2,
+                    eventRecord=lambda event, stream: None)))
+        self.library = SimpleNamespace(
+            cuLaunchKernel=_Function(lambda *a: self._launch(False, *a)),
+            cuLaunchCooperativeKernel=_Function(lambda *a: self._launch(True, *a)),
+            cuGetErrorString=lambda code, text: None)
+
+    def _empty(self, shape, dtype):
+        shape = (shape,) if isinstance(shape, int) else shape
+        array = FakeArray(shape, np.dtype(dtype).name, self.current)
+        self.allocated.append(array)
+        return array
+
+    def _event(self, disable_timing):
+        event = SimpleNamespace(ptr=1, done=False)
+        self.events.append(event)
+        return event
+
+    def _set_device(self, device):
+        self.current = device
+
+    def _memcpy(self, to, source, n_bytes, kind):
+        ctypes.memmove(to, self.report.ctypes.data, n_bytes)
+
+    def _launch(self, cooperative, function, gx, gy, gz, bx, by, bz, smem, stream, arguments,
+                extra=None):
+        if self.codes and (code := self.codes.pop(0)):
+            return code
+        kernel = {handle: name for name, handle in FUNCTIONS.items()}[function]
+        direction = "forward" if kernel.startswith("fwd") else "backward"
+        layout = params.FIELDS[direction]
+        raw = ctypes.string_at(arguments[0], params.n_bytes(direction))
+        values = struct.unpack("@" + "".join(code for _, code in layout), raw)
+        fields = {name: value for (name, _), value in zip(layout, values)}
+        assert (gy, gz, by, bz) == (1, 1, 1, 1)
+        self.launches.append(
+            Launch(kernel, gx, bx, smem, stream, cooperative, self.current, fields))
+        return 0
+
+    def install(self, monkeypatch):
+        """Put this in the place of CuPy, the driver and the compiler."""
+        monkeypatch.setitem(sys.modules, "cupy", self.cupy)
+        monkeypatch.setattr(driver, "library", lambda: self.library)
+        monkeypatch.setattr(driver, "occupancy", lambda function, threads, smem: self.per_sm)
+        monkeypatch.setattr(driver, "device", lambda index: driver.Device(
+            index, f"Fake GPU {index}", self.compute_capability, self.n_sm, 1 << 30, 227 << 10))
+        monkeypatch.setattr(modules, "load", lambda kernel, defines, device, smem_bytes:
+                            SimpleNamespace(function=FUNCTIONS[kernel]))
+
+
+class _Function:
+    """A driver function: `launch` sets its ``argtypes``."""
+
+    def __init__(self, function):
+        self._function = function
+
+    def __call__(self, *arguments):
+        return self._function(*arguments)
+
+
+@contextlib.contextmanager
+def fake_gpu(monkeypatch, **options):
+    """A `FakeGpu` in place, with the memories of real ones out of the way."""
+    caches = (call._launcher, launch._plain_launch, launch._cooperative_launch)
+    gpu = FakeGpu(**options)
+    gpu.install(monkeypatch)
+    for cache in caches:
+        cache.cache_clear()
+    arrays._held.clear()
+    try:
+        yield gpu
+    finally:
+        for cache in caches:
+            cache.cache_clear()
+        arrays._held.clear()

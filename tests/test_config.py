@@ -1,0 +1,87 @@
+"""Tiles and stages: what fits, what is refused, and what they may not depend on."""
+
+import dataclasses
+
+import pytest
+
+from dashcupy import cpu
+from dashcupy.config import SMEM_BYTES, choose_config, head_dim_pad
+from dashcupy.errors import UnsupportedError
+from dashcupy.problem import Problem
+
+CAPABILITIES = sorted(SMEM_BYTES)
+
+
+def problem(**changes):
+    values = dict(batch=2, q_len=1000, kv_len=900, n_q_head=4, n_kv_head=2, head_dim=128,
+                  dtype="bfloat16", mask="full", scale=0.1)
+    return Problem(**(values | changes))
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("target", CAPABILITIES)
+def test_every_head_dim_fits_into_shared_memory(direction, target):
+    """A config that asks for more than the card has fails at the first launch only."""
+    for head_dim in range(8, 129, 8):
+        config = choose_config(problem(head_dim=head_dim), direction, target)
+        assert 0 < config.smem_bytes <= SMEM_BYTES[target]
+        assert head_dim <= config.head_dim_pad < head_dim + 32 and config.head_dim_pad % 32 == 0
+        assert config.q_tile % 16 == 0 and config.kv_tile % 16 == 0
+        assert "compute capability {}.{}".format(*target) in config.reason
+
+
+@pytest.mark.parametrize("target, head_dim, expected", [
+    ((9, 0), 64, (128, 128, 2, 2)), ((9, 0), 128, (64, 128, 2, 2)),
+    ((8, 0), 64, (128, 128, 1, 1)), ((8, 0), 128, (64, 128, 2, 1)),
+    ((8, 9), 64, (64, 128, 1, 1)), ((8, 9), 96, (64, 64, 2, 1)), ((12, 0), 128, (64, 64, 1, 1)),
+])
+def test_backward_tiles(target, head_dim, expected):
+    """The choice itself: bits follow from the tiles, so a change of it must be meant."""
+    config = choose_config(problem(head_dim=head_dim), "backward", target)
+    assert (config.q_tile, config.kv_tile, config.q_stages, config.do_stages) == expected
+
+
+def test_shared_memory_of_the_backward_by_hand():
+    """head_dim 128 on 9.0: rows of 272 bytes."""
+    config = choose_config(problem(), "backward", (9, 0))
+    k_v, q_dout, p_ds = 2 * 128 * 272, 4 * 64 * 272, 2 * 64 * 272
+    assert config.smem_bytes == k_v + q_dout + p_ds + 2 * 2 * 64 * 4 + 256 * 16 + 16
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("target", ["cpu", (9, 0)])
+def test_batch_and_heads_do_not_count(direction, target):
+    """A config that follows the load would change bits with the batch."""
+    base = choose_config(problem(), direction, target)
+    assert choose_config(problem(batch=77, n_q_head=64, n_kv_head=1), direction, target) == base
+
+
+def test_an_unknown_capability_gets_what_every_gpu_has():
+    """A GPU of tomorrow must run, with tiles that do not depend on what it reports."""
+    config = choose_config(problem(), "backward", (13, 7))
+    known = choose_config(problem(), "backward", (8, 6))
+    assert dataclasses.replace(config, reason="") == dataclasses.replace(known, reason="")
+    assert "13.7 is not in the table" in config.reason
+
+
+def test_cpu_tiles_are_the_backends():
+    """The plan would name tiles that the backend does not use."""
+    config = choose_config(problem(dtype="float64", head_dim=5), "backward", "cpu")
+    assert (config.q_tile, config.kv_tile) == cpu.choose_tiles(problem(dtype="float64", head_dim=5))
+
+
+@pytest.mark.parametrize("changes, target, message", [
+    ({"head_dim": 100}, (9, 0), "head_dim=100 .* pad q, k and v with zeros to 104"),
+    ({"head_dim": 256}, (9, 0), "head_dim=256 .* multiples of 8 up to 128"),
+    ({"dtype": "float32"}, (9, 0), "float32 .*allowed: float16, bfloat16"),
+    ({}, (7, 5), "compute capability 7.5; the kernels need 8.0"),
+])
+def test_what_no_kernel_serves_is_refused(changes, target, message):
+    """Silently padding, casting or falling back to the CPU would hide it."""
+    with pytest.raises(UnsupportedError, match=message):
+        choose_config(problem(**changes), "forward", target)
+
+
+def test_padding():
+    """Tiles have whole groups of 32 columns."""
+    assert [head_dim_pad(d) for d in (8, 32, 40, 64, 72, 128)] == [32, 32, 64, 64, 96, 128]

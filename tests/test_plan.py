@@ -1,0 +1,205 @@
+"""Plans: pure, complete, linear in memory, and with a fingerprint of what bits depend on."""
+
+import dataclasses
+
+import pytest
+
+from dashcupy import params, schedules
+from dashcupy.errors import InvalidInputError, UnsupportedError
+from dashcupy.plan import SEMAPHORE_STRIDE, make_plan
+from dashcupy.problem import Problem
+
+H200 = (9, 0)
+
+
+def problem(**changes):
+    values = dict(batch=2, q_len=1000, kv_len=900, n_q_head=4, n_kv_head=2, head_dim=128,
+                  dtype="bfloat16", mask="causal", scale=0.125)
+    return Problem(**(values | changes))
+
+
+def kernel(plan, name):
+    return next(kernel for kernel in plan.kernels if kernel.kernel == name)
+
+
+def defines(plan, name):
+    return dict(kernel(plan, name).defines)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("target", ["cpu", H200])
+@pytest.mark.parametrize("changes", [{"batch": 9}, {"n_q_head": 64, "n_kv_head": 1}])
+def test_fingerprint_ignores_batch_and_heads(direction, target, changes):
+    """Equal bits in another batch are promised, and found by comparing fingerprints."""
+    base = make_plan(problem(), direction, target)
+    assert make_plan(problem(**changes), direction, target).fingerprint == base.fingerprint
+
+
+@pytest.mark.parametrize("changes", [
+    {"q_len": 1001}, {"kv_len": 901}, {"head_dim": 120}, {"dtype": "float16"},
+    {"mask": "full"}, {"mask": "causal_top_left"}, {"scale": 0.125000001}])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_fingerprint_names_the_problem(direction, changes):
+    """Equal fingerprints promise equal bits, so whatever changes them must be named."""
+    base = make_plan(problem(), direction, H200)
+    assert make_plan(problem(**changes), direction, H200).fingerprint != base.fingerprint
+
+
+def test_fingerprint_names_schedule_tiles_capability_and_direction():
+    """As above, for what the package chooses."""
+    prints = {make_plan(problem(), "backward", target, name).fingerprint
+              for name in ("ascending", "descending", "symmetric_shift")
+              for target in (H200, (8, 0), (8, 9), "cpu")}
+    prints.add(make_plan(problem(), "forward", H200).fingerprint)
+    assert len(prints) == 13
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_auto_has_the_bits_of_the_schedule_it_picks(mask):
+    """\"auto\" is a name for a schedule and no schedule of its own."""
+    auto = make_plan(problem(mask=mask), "backward", H200, "auto")
+    named = make_plan(problem(mask=mask), "backward", H200, auto.schedule)
+    assert auto.fingerprint == named.fingerprint and auto.kernels == named.kernels
+    assert auto.requested_schedule == "auto" and named.requested_schedule == auto.schedule
+
+
+def test_alignment_and_debugging_change_the_build_and_not_the_bits():
+    """The promise covers strides and alignment."""
+    base = make_plan(problem(), "backward", H200)
+    other = make_plan(problem(), "backward", H200, "auto", False, True)
+    assert other.fingerprint == base.fingerprint
+    for plan, aligned, debug in ((base, 1, 0), (other, 0, 1)):
+        assert defines(plan, "bwd_sm80")["DC_ALIGNED"] == aligned
+        assert defines(plan, "bwd_sm80")["DC_DEBUG"] == debug
+        assert defines(plan, "bwd_preprocess")["DC_ALIGNED"] == aligned
+
+
+def test_forward_launch():
+    """Grid, threads and defines of the contract with fwd_sm80."""
+    plan = make_plan(problem(), "forward", H200)
+    launch, config = kernel(plan, "fwd_sm80"), plan.config
+    assert launch.grid == -(-1000 // config.q_tile) * 2 * 4
+    assert launch.threads == 32 * config.n_warp and launch.smem_bytes == config.smem_bytes
+    expected = {
+        "DC_HEAD_DIM": 128, "DC_HEAD_DIM_PAD": 128, "DC_Q_TILE": config.q_tile,
+        "DC_KV_TILE": config.kv_tile, "DC_WARPS": config.n_warp, "DC_CAUSAL": 1, "DC_BF16": 1,
+        "DC_ALIGNED": 1, "DC_PARAMS_BYTES": params.n_bytes("forward"),
+        "DC_SMEM_BYTES": config.smem_bytes}
+    assert expected.items() <= defines(plan, "fwd_sm80").items()
+    assert plan.workspace_bytes == 0 and plan.schedule is None
+
+
+def test_backward_launches():
+    """Grid, threads and defines of the contract with bwd_preprocess and bwd_sm80."""
+    plan = make_plan(problem(), "backward", H200, "shortest_first")
+    before, main, config = *plan.kernels, plan.config
+    assert (before.kernel, main.kernel) == ("bwd_preprocess", "bwd_sm80")
+    assert before.grid == -(-1000 // config.q_tile) * 2 * 4 and before.threads == 256
+    assert before.smem_bytes == 0 and not before.persistent
+    assert main.grid == plan.shape.n_kv * 2 * 2 and main.persistent and main.threads == 256
+    assert dict(main.defines)["DC_SCHEDULE"] == "schedules/shortest_first.cuh"
+    shared = {"DC_SEMAPHORE_STRIDE": SEMAPHORE_STRIDE, "DC_Q_TILE": config.q_tile,
+              "DC_PARAMS_BYTES": params.n_bytes("backward")}
+    for launch in plan.kernels:
+        assert shared.items() <= dict(launch.defines).items()
+    assert dict(main.defines)["DC_SMEM_BYTES"] == config.smem_bytes == main.smem_bytes
+
+
+@pytest.mark.parametrize("name, mask", [("shift", "full"), ("symmetric_shift", "causal")])
+def test_teams_are_launched_cooperatively(name, mask):
+    """CTAs that wait for one another hang unless the driver promises that all run."""
+    plan = make_plan(problem(mask=mask), "backward", H200, name)
+    assert plan.team_size == schedules.get(name).team_size(plan.shape) > 1
+    assert kernel(plan, "bwd_sm80").cooperative
+    assert f"{plan.team_size} CTAs wait for one another" in plan.explain()
+    assert not kernel(make_plan(problem(mask=mask), "backward", H200), "bwd_sm80").cooperative
+
+
+def test_workspace_parts_lie_apart():
+    """Regions that overlap corrupt one another; 16-byte reads need aligned ones."""
+    plan = make_plan(problem(), "backward", H200, "auto", True, True)
+    assert [region.name for region in plan.workspace] == list(params.WORKSPACE["backward"])
+    end = 0
+    for region in plan.workspace:
+        assert region.offset % 256 == 0 and end <= region.offset < end + 256
+        end = region.offset + region.n_bytes
+    assert plan.workspace_bytes == end
+    rows = 2 * 4 * plan.shape.n_q * plan.config.q_tile
+    sizes = {region.name: region.n_bytes for region in plan.workspace}
+    assert sizes == {"lse_log2": 4 * rows, "delta": 4 * rows, "dq_accum": 4 * rows * 128,
+                     "dq_semaphore": 2 * 4 * plan.shape.n_q * 32, "work_counter": 4, "report": 32}
+
+
+def test_workspace_is_linear_in_the_lengths():
+    """A deterministic backward that stores scores cannot do long sequences."""
+    sizes = [make_plan(problem(q_len=n, kv_len=n), "backward", H200).workspace_bytes
+             for n in (1 << 14, 1 << 15, 1 << 16)]
+    assert sizes[1] < 2.01 * sizes[0] and sizes[2] < 2.01 * sizes[1]
+    short = make_plan(problem(q_len=64, kv_len=1 << 20), "backward", H200)
+    assert short.workspace_bytes == make_plan(problem(q_len=64), "backward", H200).workspace_bytes
+
+
+@pytest.mark.parametrize("changes, kernels, cleared", [
+    ({"q_len": 0}, ["bwd_sm80"], ("work_counter",)),
+    ({"n_q_head": 0}, ["bwd_sm80"], ("work_counter",)),
+    ({"kv_len": 0}, ["bwd_preprocess"], ()),
+    ({"batch": 0}, [], ()),
+    ({"q_len": 0, "kv_len": 0}, [], ()),
+    ({}, ["bwd_preprocess", "bwd_sm80"], ()),
+])
+@pytest.mark.parametrize("name", ["auto", "symmetric_shift"])
+def test_empty_inputs(changes, kernels, cleared, name):
+    """A grid of 0 is an error, a counter that nobody clears loses work, zeros must be written."""
+    plan = make_plan(problem(**changes), "backward", H200, name)
+    assert [kernel.kernel for kernel in plan.kernels] == kernels
+    assert all(kernel.grid > 0 for kernel in plan.kernels)
+    assert plan.cleared == cleared
+    assert plan.explain()
+
+
+@pytest.mark.parametrize("changes, n_kernel", [({"q_len": 0}, 0), ({"kv_len": 0}, 1),
+                                               ({"batch": 0}, 0)])
+def test_empty_forward(changes, n_kernel):
+    """Without keys out is 0 and lse -inf, which somebody must write."""
+    assert len(make_plan(problem(**changes), "forward", H200).kernels) == n_kernel
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("target", ["cpu", H200])
+def test_explain_tells_everything(direction, target):
+    """What a user needs to see why this was chosen, and what its bits depend on."""
+    plan = make_plan(problem(), direction, target)
+    text = plan.explain()
+    wanted = [plan.fingerprint, plan.config.kernel, plan.config.reason, "j <= i + -100",
+              f"q tile {plan.config.q_tile} rows", "batch 2", "4 q heads on 2 kv heads",
+              f"{plan.workspace_bytes} bytes", *[k.grid_text for k in plan.kernels],
+              *[f"{name}={value}" for k in plan.kernels for name, value in k.defines],
+              *[f"{r.name}: {r.n_bytes} bytes at {r.offset}" for r in plan.workspace]]
+    if direction == "backward":
+        wanted += [schedules.get(plan.schedule).DESCRIPTION, "for 'auto'"]
+    for part in wanted:
+        assert part in text
+    assert dataclasses.asdict(plan)["fingerprint"] == plan.fingerprint
+
+
+@pytest.mark.parametrize("name, mask, message", [
+    ("descendig", "causal", "did you mean 'descending'"),
+    ("shift", "causal", "not defined for the causal mask"),
+    ("symmetric_shift", "full", "not defined for the full mask"),
+])
+def test_wrong_schedules_are_refused(name, mask, message):
+    """Never replaced by another one: bits would change without a word."""
+    with pytest.raises(InvalidInputError, match=message):
+        make_plan(problem(mask=mask), "backward", H200, name)
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"batch": 1 << 30}, r"q tiles \* batch \* n_q_head"),
+    ({"batch": 1 << 27, "q_len": 1, "n_q_head": 1, "n_kv_head": 1, "kv_len": 4096},
+     r"works \* batch \* n_kv_head"),
+    ({"kv_len": (1 << 30) + 1}, "kv_len"),
+])
+def test_what_32_bits_cannot_count_is_refused(changes, message):
+    """An overflow would address another tile."""
+    with pytest.raises(UnsupportedError, match=message):
+        make_plan(problem(**changes), "backward", H200)
