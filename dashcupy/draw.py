@@ -127,6 +127,7 @@ def _draw_run(axes, name: str, result: Simulation, costs: Costs, end: float) -> 
         axes.broken_barh(spans, (worker + (add_top if below else top),
                                  add_height if below else height),
                          facecolor=COLOURS[kind], edgecolor="white",
+                         zorder=1 if kind == "hand-off" else 2,  # the next add may hide it
                          linewidth=0.0 if many or costs.compute < end / 100 else 0.5)
     if not many and costs.compute > end / 45:
         for step in result.steps:
