@@ -175,4 +175,6 @@ def _bars(result: Simulation, costs: Costs,
         if costs.slots and (previous.head, previous.work) != (step.head, step.work):
             bar("stall", step.worker, previous.compute_end, previous.reduce_start)
         last[step.worker] = step
+    for step in last.values() if costs.slots else ():
+        bar("stall", step.worker, step.compute_end, step.reduce_start)
     return bars
