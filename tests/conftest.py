@@ -1,8 +1,9 @@
-"""Shared by all tests: GPU tests are skipped with a reason, kernels get a cache of their own."""
+"""Shared by all tests: GPU tests are skipped with a reason or recorded; kernels have a cache."""
 
 import functools
 import os
 
+import gpu_report
 import pytest
 from hypothesis import settings
 
@@ -14,6 +15,9 @@ settings.load_profile("dashcupy")
 def pytest_configure(config):
     if "DASHCUPY_CACHE_DIR" not in os.environ and hasattr(config, "cache"):
         os.environ["DASHCUPY_CACHE_DIR"] = str(config.cache.mkdir("kernels"))
+    if gpu_report.wanted(config):
+        config.pluginmanager.register(
+            gpu_report.GpuReport(gpu_report.PATH, list(config.invocation_params.args)))
 
 
 @functools.cache

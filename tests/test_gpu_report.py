@@ -1,0 +1,64 @@
+"""The record of the last GPU run: how it is written, and a warning when it is out of date."""
+
+import json
+import warnings
+from types import SimpleNamespace
+
+import gpu_report
+import pytest
+
+
+def report(nodeid, outcome, *keywords):
+    return SimpleNamespace(nodeid=nodeid, outcome=outcome, keywords=dict.fromkeys(keywords))
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    monkeypatch.setattr(gpu_report, "_machine", lambda: {"device": "card"})
+
+
+def test_counts(tmp_path, machine):
+    """A test that fails in its tear-down has failed; CPU tests do not count."""
+    plugin = gpu_report.GpuReport(tmp_path / "report.json", ["-m", "gpu"])
+    for args in [("a", "passed", "gpu"), ("a", "passed", "gpu"), ("b", "passed", "sm90"),
+                 ("b", "failed", "sm90"), ("c", "skipped", "gpu"), ("d", "failed", "slow")]:
+        plugin.pytest_runtest_logreport(report(*args))
+    plugin.pytest_sessionfinish()
+    record = json.loads((tmp_path / "report.json").read_text())
+    assert {key: record[key] for key in ("passed", "failed", "skipped", "device", "arguments")} == {
+        "passed": 1, "failed": 1, "skipped": 1, "device": "card", "arguments": ["-m", "gpu"]}
+    assert "1 GPU tests failed" in gpu_report.complaint(tmp_path / "report.json")
+
+
+def test_no_record_without_a_gpu(tmp_path, machine):
+    """A session that skipped everything must not overwrite the record of one that ran."""
+    plugin = gpu_report.GpuReport(tmp_path / "report.json", [])
+    plugin.pytest_runtest_logreport(report("a", "skipped", "gpu"))
+    plugin.pytest_sessionfinish()
+    assert not (tmp_path / "report.json").exists()
+    assert "have not been run" in gpu_report.complaint(tmp_path / "report.json")
+
+
+def test_code_that_has_changed_since(tmp_path, machine, monkeypatch):
+    """A green record of other code proves nothing."""
+    plugin = gpu_report.GpuReport(tmp_path / "report.json", [])
+    plugin.pytest_runtest_logreport(report("a", "passed", "gpu"))
+    plugin.pytest_sessionfinish()
+    assert gpu_report.complaint(tmp_path / "report.json") == ""
+    monkeypatch.setattr(gpu_report.source, "source_digest", lambda: "other")
+    assert "made by other code" in gpu_report.complaint(tmp_path / "report.json")
+
+
+@pytest.mark.parametrize("expression, expected", [
+    ("gpu", True), ("gpu and not slow", True), ("not slow", False), ("not gpu", False),
+    ("", False)])
+def test_sessions_that_write_a_record(expression, expected):
+    """Only those that ask for the GPU tests."""
+    config = SimpleNamespace(getoption=lambda name, default: expression)
+    assert gpu_report.wanted(config) is expected
+
+
+def test_the_record_on_disk_is_of_this_code():
+    """Says so in the summary, and does not fail: a change is made before it is tested on a GPU."""
+    if problem := gpu_report.complaint():
+        warnings.warn(problem, stacklevel=1)
