@@ -1,0 +1,119 @@
+"""What `python -m dashcupy check` tries: lengths around the tiles, inputs that are hard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import ml_dtypes
+import numpy as np
+
+from .config import Target, choose_config
+from .problem import Problem
+
+# kind of the values of q, k, v, dout -> what is hard about them
+INPUTS = {
+    "normal": "normally distributed",
+    "deep": "every score near -120, so lse is far below -88, where exp of a padded score overflows",
+    "one_hot": "scores so far apart that one key takes each row",
+}
+_DEEP_SCORE = -120.0
+_ONE_HOT_FACTOR = 20.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One set of inputs.
+
+    Parameters
+    ----------
+    title
+        What it is there for.
+    inputs
+        A key of `INPUTS`.
+    problem
+        Sizes, dtype, mask and scale.
+    """
+
+    title: str
+    inputs: str
+    problem: Problem
+
+
+def default_cases(target: Target, quick: bool = False) -> list[Case]:
+    """Cases whose lengths sit around the tiles of a target; few and chosen.
+
+    Parameters
+    ----------
+    target
+        ``"cpu"`` or a compute capability: tiles follow from it, and lengths from the tiles.
+    quick
+        Only the first case of each kind of inputs.
+    """
+    cases = []
+    for quick_too, masks, title, inputs, sizes in _table(target):
+        if quick and not quick_too:
+            continue
+        cases += [Case(title, inputs, replace(sizes, mask=mask)) for mask in masks]
+    return cases
+
+
+def _table(target: Target) -> list[tuple[bool, tuple[str, ...], str, str, Problem]]:
+    both = ("full", "causal")
+
+    def sized(q, kv, heads, head_dim, dtype, batch=1):
+        """A problem of q and kv tiles (and rows more) of this target."""
+        problem = Problem(batch, 1, 1, *heads, head_dim, dtype, "full", head_dim ** -0.5)
+        q_rows, kv_rows = _tiles(problem, target)
+        return replace(problem, q_len=q[0] * q_rows + q[1], kv_len=kv[0] * kv_rows + kv[1])
+
+    table = [
+        (True, both, "tails, groups of heads, two sequences", "normal",
+         sized((2, 1), (2, 1), (4, 2), 64, "bfloat16", batch=2)),
+        (True, both, "partly filled last tiles", "deep",
+         sized((1, 64), (1, 64), (2, 2), 64, "bfloat16")),
+        (True, both, "nearly one-hot rows", "one_hot",
+         sized((1, 1), (2, 0), (2, 1), 128, "float16")),
+        (False, ("causal", "causal_top_left"), "more rows than keys: rows that see none", "normal",
+         sized((4, 1), (1, 1), (3, 1), 96, "float16")),
+    ]
+    if target == "cpu":
+        return table + [
+            (False, both, "many tiles", "normal", sized((4, 0), (4, 0), (2, 2), 64, "float16")),
+            (False, both, "single precision", "normal",
+             sized((1, 1), (2, 1), (2, 1), 64, "float32")),
+        ]
+    return table + [
+        (False, both, "more kv tiles than CTAs that wait for one another", "normal",
+         sized((9, 0), (130, 0), (2, 2), 64, "float16")),
+        (False, both, "more works than a GPU has SMs", "normal",
+         sized((8, 1), (8, 1), (32, 8), 128, "bfloat16", batch=8)),
+    ]
+
+
+def _tiles(problem: Problem, target: Target) -> tuple[int, int]:
+    configs = [choose_config(problem, direction, target) for direction in ("forward", "backward")]
+    return (max(config.q_tile for config in configs), max(config.kv_tile for config in configs))
+
+
+def own_cases(problem: Problem) -> list[Case]:
+    """Every kind of inputs for one problem of the user's."""
+    return [Case(f"own shape, {inputs} inputs", inputs, problem) for inputs in INPUTS]
+
+
+def make_inputs(case: Case, seed: int = 0) -> dict[str, np.ndarray]:
+    """``q``, ``k``, ``v`` and ``dout`` of a case: NumPy arrays, the same for a seed everywhere."""
+    problem = case.problem
+    rng = np.random.default_rng(seed)
+    q_shape = (problem.batch, problem.q_len, problem.n_q_head, problem.head_dim)
+    kv_shape = (problem.batch, problem.kv_len, problem.n_kv_head, problem.head_dim)
+    arrays = {name: rng.standard_normal(shape, np.float32) for name, shape in
+              (("q", q_shape), ("k", kv_shape), ("v", kv_shape), ("dout", q_shape))}
+    if case.inputs == "deep":
+        q_head = 8.0
+        for name, value in (("q", q_head), ("k", _DEEP_SCORE / (q_head * problem.scale))):
+            arrays[name] *= 0.5
+            arrays[name][..., 0] = value
+    elif case.inputs == "one_hot":
+        arrays["q"] *= _ONE_HOT_FACTOR
+    dtype = np.dtype(getattr(ml_dtypes, problem.dtype, problem.dtype))
+    return {name: array.astype(dtype) for name, array in arrays.items()}

@@ -1,0 +1,80 @@
+"""Where `python -m dashcupy check` computes: on the first GPU through CuPy, or in NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from . import driver
+from .config import Target
+from .errors import DashcupyError, DeviceError
+
+DEVICES = ("auto", "cpu", "gpu")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where to compute, and why there.
+
+    Parameters
+    ----------
+    kind
+        ``"cpu"`` or ``"gpu"``.
+    target
+        What `dashcupy.plan.make_plan` calls it.
+    title, why
+        For a person.
+    put, get
+        From a NumPy array to an array there, and back (waits for the result).
+    """
+
+    kind: str
+    target: Target
+    title: str
+    why: str
+    put: Callable[[np.ndarray], object]
+    get: Callable[[object], np.ndarray]
+
+
+def choose_place(device: str = "auto") -> Place:
+    """The place that ``--device`` asks for; ``"auto"`` is the GPU if it can be used.
+
+    Raises
+    ------
+    DeviceError
+        The GPU is asked for and cannot be used.
+    """
+    if device == "cpu":
+        return _cpu("--device cpu was given")
+    try:
+        return _gpu()
+    except DashcupyError as error:
+        if device == "gpu":
+            raise
+        return _cpu(str(error))
+
+
+def _cpu(why: str) -> Place:
+    return Place("cpu", "cpu", f"CPU, NumPy {np.__version__}", why, lambda x: x, np.asarray)
+
+
+def _gpu() -> Place:
+    devices = driver.devices()
+    if not devices:
+        raise DeviceError("the driver sees no GPU (CUDA_VISIBLE_DEVICES hides them, or the "
+                          "container has none)")
+    gpu, cupy = devices[0], driver.require_cupy()
+    capability = "{}.{}".format(*gpu.compute_capability)
+
+    def put(array: np.ndarray) -> object:
+        # As bytes: copying needs no kernel then, and no knowledge of bfloat16.
+        return cupy.asarray(np.ascontiguousarray(array).view(np.uint8)).view(array.dtype)
+
+    def get(array: object) -> np.ndarray:
+        return cupy.ascontiguousarray(array).view(np.uint8).get().view(array.dtype)
+
+    return Place("gpu", gpu.compute_capability,
+                 f"{gpu.name}, compute capability {capability}, {gpu.n_sm} SMs, CuPy "
+                 f"{cupy.__version__}", "a GPU and CuPy are there", put, get)

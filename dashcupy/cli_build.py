@@ -1,0 +1,119 @@
+"""``python -m dashcupy build``: compile kernels into the cache before they are needed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import product
+
+from . import cache, driver, env, modules, nvrtc, schedules
+from .config import GPU_DTYPES
+from .errors import DashcupyError, DeviceError, InvalidInputError
+from .plan import make_plan
+from .problem import Problem
+from .terminal import Progress, duration
+
+DESCRIPTION = """\
+Compile kernels into the cache (DASHCUPY_CACHE_DIR), so that the first call need not wait. Needs
+NVRTC; a GPU only to know what to compile for, unless --arch says it. Lengths, batch and heads
+need no kernels of their own. The default set: head_dim 64 and 128, both dtypes, the full and the
+causal mask, schedule auto.
+"""
+COMMON_HEAD_DIMS = (64, 128)
+ALL_HEAD_DIMS = (32, 64, 96, 128)
+_LEN = 4096  # any: kernels do not depend on it, but a schedule must have tiles to order
+
+
+def add_parser(commands) -> None:
+    """Add the command ``build`` to the subparsers of a command line."""
+    parser = commands.add_parser("build", help="compile kernels ahead of time",
+                                 description=DESCRIPTION)
+    add = parser.add_argument
+    add("--arch", metavar="ARCH", help="sm_80, sm_90a, ... (default: that of the first GPU)")
+    add("--head-dim", type=int, nargs="+", metavar="N", help="default: 64 128")
+    add("--dtype", choices=GPU_DTYPES, nargs="+", help="default: both")
+    add("--causal", choices=("yes", "no", "both"), default="both", help="default: both")
+    add("--schedule", nargs="+", metavar="NAME",
+        help=f"auto, {', '.join(schedules.names())} (default: auto)")
+    add("--all", action="store_true",
+        help="every schedule, head_dim 32 64 96 128, and arrays that are not 16-byte aligned")
+    add("--jobs", type=int, metavar="N", help="kernels compiled at a time (default: CPU cores)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit status, 1 if a kernel does not compile."""
+    library = nvrtc.default_library()
+    capability, arch = _target(args.arch, library)
+    todo = list(dict.fromkeys(_kernels(args, capability)))
+    if args.jobs is not None and args.jobs < 1:
+        raise InvalidInputError(f"--jobs {args.jobs}: must be at least 1")
+    print(f"{len(todo)} kernels for {arch} with {library}, into {cache.folder_or_none()}",
+          flush=True)
+
+    start, faults = time.perf_counter(), []
+    executor = ThreadPoolExecutor(args.jobs or os.cpu_count() or 1)
+    try:
+        futures = {executor.submit(modules.build, kernel, defines, arch): kernel
+                   for kernel, defines in todo}
+        with Progress(len(todo)) as progress:
+            progress.start("compiling")
+            for future in as_completed(futures):
+                try:
+                    future.result()
+                except DashcupyError as error:
+                    faults.append(f"{futures[future]}: {error}")
+                progress.start(futures[future])
+                progress.step()
+    finally:
+        # After Ctrl-C: what runs is finished, what waits is not begun.
+        executor.shutdown(cancel_futures=True)
+    for fault in faults:
+        print(f"FAILED {fault}")
+    print(f"{len(todo) - len(faults)} of {len(todo)} kernels are in the cache; "
+          f"{duration(time.perf_counter() - start)}")
+    return 1 if faults else 0
+
+
+def _target(arch: str | None, library: nvrtc.Library) -> tuple[tuple[int, int], str]:
+    """Compute capability, and what NVRTC calls it."""
+    if arch is None:
+        try:
+            found = driver.devices()
+        except DashcupyError as error:
+            raise DeviceError(f"there is no GPU to compile for: {error}; say which with --arch, "
+                              f"such as --arch sm_90a") from error
+        if not found:
+            raise DeviceError("there is no GPU to compile for; say which with --arch, such as "
+                              "--arch sm_90a")
+        capability = found[0].compute_capability
+    else:
+        match = re.fullmatch(r"(?:sm_)?(\d+)(\d)[af]?", arch)
+        if not match:
+            raise InvalidInputError(f"--arch {arch}: not an architecture (such as sm_80, sm_90a)")
+        capability = (int(match[1]), int(match[2]))
+    return capability, nvrtc.choose_arch(capability, library)
+
+
+def _kernels(args: argparse.Namespace, capability: tuple[int, int]
+             ) -> Iterator[tuple[str, Sequence[tuple[str, int | str]]]]:
+    """(kernel, defines) of everything that is asked for; some come several times."""
+    head_dims = args.head_dim or (ALL_HEAD_DIMS if args.all else COMMON_HEAD_DIMS)
+    names = args.schedule or (schedules.names() if args.all else ("auto",))
+    masks = {"yes": ("causal",), "no": ("full",), "both": ("full", "causal")}[args.causal]
+    for name in names:
+        if name != "auto" and not any(schedules.supports(name, mask) for mask in masks):
+            raise InvalidInputError(f"--schedule {name} has no kernel for --causal {args.causal}: "
+                                    f"it is defined for {', '.join(schedules.get(name).MASKS)}")
+    for head_dim, dtype, mask, aligned in product(
+            head_dims, args.dtype or GPU_DTYPES, masks, (True, False) if args.all else (True,)):
+        problem = Problem(1, _LEN, _LEN, 1, 1, head_dim, dtype, mask, 1.0)
+        plans = [make_plan(problem, "forward", capability, aligned=aligned)]
+        plans += [make_plan(problem, "backward", capability, name, aligned, env.debug())
+                  for name in names if name == "auto" or schedules.supports(name, mask)]
+        for plan in plans:
+            yield from ((kernel.kernel, kernel.defines) for kernel in plan.kernels)

@@ -1,0 +1,69 @@
+"""README.md must stay true: its snippets run, its commands and tables match the code."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from dashcupy import env, schedules
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+CHECK_COMMAND = "python -m pip install -e . && python -m dashcupy check"
+TEST_COMMAND = 'python -m pip install -e ".[test]" && python -m pytest'
+FRAMEWORKS = ("cupy", "torch", "jax")
+
+
+def _snippets() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+
+def _framework(snippet: str) -> str | None:
+    return next((name for name in FRAMEWORKS if f"import {name}" in snippet), None)
+
+
+def test_cpu_snippets_run_one_after_another():
+    snippets = [text for text in _snippets() if _framework(text) is None]
+    assert len(snippets) == 2  # the second one goes on where the first one ends
+    names: dict = {}
+    for snippet in snippets:
+        exec(compile(snippet, "README.md", "exec"), names)
+    assert names["dk"].shape == names["k"].shape
+    assert ":shortest_first:" in names["plan"].fingerprint
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_gpu_snippet_runs(framework):
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed")
+    snippet, = (text for text in _snippets() if _framework(text) == framework)
+    names: dict = {}
+    exec(compile(snippet, "README.md", "exec"), names)
+    assert type(names["dq"]) is type(names["q"])
+    assert names["dq"].shape == names["q"].shape
+
+
+def test_commands_stand_in_the_readme_and_ci_runs_the_same_tests():
+    lines = [line.strip() for line in README.splitlines()]
+    assert CHECK_COMMAND in lines
+    assert TEST_COMMAND in lines
+    assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == TEST_COMMAND
+
+
+def test_every_schedule_has_a_row_with_its_masks():
+    rows = dict(re.findall(r"^\| `(\w+)` \| (any|full|causal) \|", README, re.MULTILINE))
+    masks = {name: "any" if len(schedules.get(name).MASKS) == 2 else schedules.get(name).MASKS[0]
+             for name in schedules.names()}
+    assert rows == {"auto": "any", **masks}
+
+
+def test_environment_table_is_the_one_of_the_code():
+    rows = re.findall(r"^\| `(DASHCUPY_\w+)` \| `?(.*?)`? \| (.*) \|$", README, re.MULTILINE)
+    table = {name: (default, effect.replace("`", "")) for name, default, effect in rows}
+    assert table == env.VARIABLES
+
+
+def test_speed_section_keeps_its_markers():
+    assert README.index("<!-- speed:begin -->") < README.index("<!-- speed:end -->")
