@@ -107,13 +107,12 @@ class _CuPy(Framework):
     name = "CuPy"
 
     def borrow(self, x, name):
-        itemsize = x.itemsize
-        strides = tuple([stride // itemsize for stride in x.strides])
-        if any(stride % itemsize for stride in x.strides):
+        layout = _layout_of_bytes(x.shape, x.strides, x.dtype)
+        if layout is None:
             raise InvalidInputError(f"{name} has strides of {x.strides} bytes, which are no "
                                     f"multiples of its elements; copy it: {name}.copy()")
-        return Borrowed(x, x.data.ptr, Layout(x.shape, strides, dtype_name(x.dtype)),
-                        x.data.device_id)
+        data = x.data
+        return Borrowed(x, data.ptr, layout, data.device_id)
 
     def empty(self, like, shape, dtype):
         x = require_cupy().empty(shape, numpy_dtype(dtype))
@@ -320,6 +319,15 @@ def _traced(name: str) -> InvalidInputError:
     return InvalidInputError(
         f"{name} is a JAX tracer, which has no memory: call this outside jit, grad and vmap (it "
         f"launches kernels at once), or wrap it in jax.pure_callback")
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout_of_bytes(shape: tuple[int, ...], strides: tuple[int, ...],
+                     dtype: np.dtype) -> Layout | None:
+    """Layout from strides in bytes; None if they are no multiples of the elements."""
+    if any(stride % dtype.itemsize for stride in strides):
+        return None
+    return Layout(shape, tuple(stride // dtype.itemsize for stride in strides), dtype_name(dtype))
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import numpy as np
@@ -12,6 +13,7 @@ from .errors import InvalidInputError
 # Effort of the exact overlap test; arrays with nested axes (all that slicing and transposing
 # give) take a handful of steps.
 _MAX_WORK = 100_000
+_TOO_HARD = getattr(np, "exceptions", np).TooHardError  # np.exceptions came with NumPy 1.25
 
 
 def check_outputs(framework: Framework, outputs: Mapping[str, Borrowed],
@@ -32,7 +34,6 @@ def check_outputs(framework: Framework, outputs: Mapping[str, Borrowed],
     InvalidInputError
         Immutable or read-only, elements that share memory, or memory shared with another array.
     """
-    views: dict[str, np.ndarray] = {}
     for name, output in outputs.items():
         if framework.immutable:
             raise InvalidInputError(f"{framework.name} arrays cannot be written: leave {name} "
@@ -40,56 +41,77 @@ def check_outputs(framework: Framework, outputs: Mapping[str, Borrowed],
         if framework.read_only(output):
             raise InvalidInputError(f"{name} is read-only (or requires a gradient) and cannot be "
                                     f"written: give a writable array, or leave it away")
-        view = views[name] = _view(framework, output)
-        if _overlaps_itself(view):
+    places = {name: _place(framework, array) for name, array in (inputs | outputs).items()}
+    for name in outputs:
+        pointer, layout = places.pop(name)
+        if _overlaps_itself(layout):
             raise InvalidInputError(
-                f"{name} has shape {view.shape} and strides of {view.strides} bytes: several of "
+                f"{name} has shape {tuple(layout.shape)} and strides {layout.strides}: several of "
                 f"its elements lie at one address (a broadcast result?); give an array of its own")
-    others = {name: _view(framework, array) for name, array in inputs.items()}
-    for name, view in views.items():
-        for other_name, other in others.items():
-            if _overlap(view, other):
-                raise InvalidInputError(f"{name} shares memory with {other_name}, which is still "
-                                        f"needed while {name} is written: give another array")
-        others[name] = view
+        # Outputs before this one are checked already, and are popped.
+        first, end = _span(layout)
+        for other, (other_pointer, other_layout) in places.items():
+            other_first, other_end = _span(other_layout)
+            if (pointer + first < other_pointer + other_end
+                    and other_pointer + other_first < pointer + end
+                    and _overlap(layout, other_layout, other_pointer - pointer)):
+                raise InvalidInputError(
+                    f"{name} shares memory with {other}, which is still needed while {name} is "
+                    f"written: give another array")
 
 
-def _view(framework: Framework, borrowed: Borrowed) -> np.ndarray:
-    """A NumPy array at the same addresses; one of GPU memory is never dereferenced."""
-    if borrowed.device == CPU:
-        return framework.to_numpy(borrowed)
-    return np.asarray(_Addresses(borrowed.pointer, borrowed.layout))
+def _place(framework: Framework, borrowed: Borrowed) -> tuple[int, Layout]:
+    """Address and layout of an array, with strides also on the CPU (there in bytes)."""
+    if borrowed.device != CPU:
+        return borrowed.pointer, borrowed.layout
+    view = framework.to_numpy(borrowed)
+    as_bytes = Layout((*view.shape, view.itemsize), (*view.strides, 1), "uint8")
+    return view.__array_interface__["data"][0], as_bytes
 
 
-class _Addresses:
-    """Shape, strides and address of GPU memory in NumPy's terms."""
+@functools.lru_cache(maxsize=4096)
+def _span(layout: Layout) -> tuple[int, int]:
+    """Bytes [first, end) that an array reaches over, from the address of its first element."""
+    if 0 in layout.shape:
+        return 0, 0
+    reach = [(size - 1) * stride for size, stride in zip(layout.shape, layout.strides)]
+    first, last = sum(min(0, r) for r in reach), sum(max(0, r) for r in reach)
+    itemsize = numpy_dtype(layout.dtype).itemsize
+    return itemsize * first, itemsize * (last + 1)
 
-    def __init__(self, pointer: int, layout: Layout):
-        itemsize = numpy_dtype(layout.dtype).itemsize
-        self.__array_interface__ = {
-            "version": 3, "typestr": f"|V{itemsize}", "shape": tuple(layout.shape),
-            # A null pointer (an empty array) would make NumPy ask for a buffer.
-            "data": (pointer or itemsize, False),
-            "strides": tuple(stride * itemsize for stride in layout.strides)}
 
-
-def _overlaps_itself(view: np.ndarray) -> bool:
+@functools.lru_cache(maxsize=4096)
+def _overlaps_itself(layout: Layout) -> bool:
     """Whether two elements may share an address: an axis does not clear those inside it."""
-    if view.size == 0:
+    if 0 in layout.shape:
         return False
-    end = view.itemsize
-    for stride, size in sorted((abs(stride), size) for stride, size
-                               in zip(view.strides, view.shape) if size > 1):
+    end = 1
+    for stride, size in sorted((abs(stride), size) for size, stride
+                               in zip(layout.shape, layout.strides) if size > 1):
         if stride < end:
             return True
         end += stride * (size - 1)
     return False
 
 
-def _overlap(a: np.ndarray, b: np.ndarray) -> bool:
-    if not np.may_share_memory(a, b):
-        return False
+@functools.lru_cache(maxsize=4096)
+def _overlap(a: Layout, b: Layout, distance: int) -> bool:
+    """Whether two arrays share a byte; the second starts ``distance`` bytes after the first."""
+    # Any address will do, as nothing is read; this one is far from both ends.
+    address = 1 << 62
     try:
-        return np.shares_memory(a, b, max_work=_MAX_WORK)
-    except np.exceptions.TooHardError:
+        return np.shares_memory(np.asarray(_Addresses(address, a)),
+                                np.asarray(_Addresses(address + distance, b)), max_work=_MAX_WORK)
+    except _TOO_HARD:
         return True
+
+
+class _Addresses:
+    """Address, shape and strides in NumPy's terms; what lies there is never read."""
+
+    def __init__(self, address: int, layout: Layout):
+        itemsize = numpy_dtype(layout.dtype).itemsize
+        self.__array_interface__ = {
+            "version": 3, "typestr": f"|V{itemsize}", "shape": tuple(layout.shape),
+            "data": (address, False),
+            "strides": tuple(stride * itemsize for stride in layout.strides)}

@@ -206,7 +206,7 @@ def test_results_that_share_memory_are_refused():
             ((x["q"], None, None), "dq shares memory with q"),
             ((None, x["v"][::-1], None), "dk shares memory with v"),
             ((x["dout"], None, None), "dq shares memory with dout"),
-            ((None, dk, block[..., 23:47]), "dv shares memory with dk")]:
+            ((None, dk, block[..., 23:47]), "dk shares memory with dv")]:
         with pytest.raises(InvalidInputError, match=message):
             dashcupy.attention_backward(**x, grads=grads)
     itself = np.lib.stride_tricks.as_strided(np.zeros(K, np.float32), K, (15264, 0, 96, 4))

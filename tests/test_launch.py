@@ -141,6 +141,22 @@ def test_given_results_are_written_with_their_own_strides(gpu):
     assert fields["dv_strides.row"] == 6 * 64
 
 
+def test_results_that_share_gpu_memory_are_refused(gpu):
+    """Addresses are compared without reading them; ends that touch are apart."""
+    x = backward_arrays()
+    n_bytes = 2 * 300 * 8 * 64 * 2
+    for shift, name in ((0, "q"), (2, "q"), (2 - n_bytes, "q"), (0, "dout")):
+        dq = FakeArray(Q, pointer=x[name].data.ptr + shift)
+        with pytest.raises(InvalidInputError, match=f"dq shares memory with {name}"):
+            dashcupy.attention_backward(**x, grads=(dq, None, None))
+    assert not gpu.launches
+    dashcupy.attention_backward(**x, grads=(
+        FakeArray(Q, pointer=x["q"].data.ptr + n_bytes), None,
+        FakeArray(K, pointer=x["v"].data.ptr - 2 * 500 * 2 * 64 * 2)))
+    with pytest.raises(InvalidInputError, match="dk has shape .* several of its elements lie at"):
+        dashcupy.attention_backward(**x, grads=(None, FakeArray(K, strides=(0, 128, 64, 1)), None))
+
+
 def test_arrays_on_another_gpu(gpu):
     """Kernels run where the arrays are; the current device is as before, also after an error."""
     q, k, v = (FakeArray(shape, device=1) for shape in (Q, K, K))

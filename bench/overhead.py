@@ -1,0 +1,87 @@
+"""Host time of a call on a GPU, once kernels and plans are known: ``python -m bench.overhead``.
+
+A tiny problem, so that the GPU never makes the host wait. Time per call in microseconds: the
+least and the median over rounds of calls; the GPU is waited for between rounds, outside the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+import dashcupy
+
+SHAPE = (1, 128, 2, 64)  # batch, len, heads, head_dim
+CALLS_A_ROUND = 50
+GOAL_US = 60
+
+
+def torch_arrays() -> tuple[list, Callable[[], None], Callable]:
+    """Four tensors, how to wait for the GPU, and how to make a workspace."""
+    import torch
+
+    x = list(torch.randn(4, *SHAPE, device="cuda").half())
+    return x, torch.cuda.synchronize, lambda n: torch.empty(n, dtype=torch.uint8, device="cuda")
+
+
+def cupy_arrays() -> tuple[list, Callable[[], None], Callable]:
+    """The same from CuPy."""
+    import cupy
+
+    x = np.random.default_rng(0).standard_normal((4, *SHAPE)).astype(np.float16)
+    return ([cupy.asarray(part) for part in x], cupy.cuda.Device().synchronize,
+            lambda n: cupy.empty(n, np.uint8))
+
+
+ARRAYS = {"torch": torch_arrays, "cupy": cupy_arrays}
+
+
+def calls(arrays: list, make_workspace: Callable) -> dict[str, Callable[[], object]]:
+    """What is timed, by name."""
+    q, k, v, dout = arrays
+    out, lse = dashcupy.attention(q, k, v, return_lse=True)
+    grads = dashcupy.attention_backward(dout, q, k, v, out, lse)
+    workspace = make_workspace(dashcupy.attention_plan(q, k, v).workspace_bytes)
+    return {
+        "forward": lambda: dashcupy.attention(q, k, v, return_lse=True),
+        "forward, out=": lambda: dashcupy.attention(q, k, v, return_lse=True, out=(out, lse)),
+        "backward": lambda: dashcupy.attention_backward(dout, q, k, v, out, lse),
+        "backward, grads=, workspace=": lambda: dashcupy.attention_backward(
+            dout, q, k, v, out, lse, grads=grads, workspace=workspace),
+    }
+
+
+def microseconds(call: Callable[[], object], wait: Callable[[], None],
+                 rounds: int) -> tuple[float, float]:
+    """Least and median time of a call."""
+    samples = []
+    for _ in range(rounds + 1):  # the first warms up
+        wait()
+        start = time.perf_counter()
+        for _ in range(CALLS_A_ROUND):
+            call()
+        samples.append((time.perf_counter() - start) / CALLS_A_ROUND * 1e6)
+    return min(samples[1:]), statistics.median(samples[1:])
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(prog="python -m bench.overhead", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--framework", choices=ARRAYS, action="append", help="default: all")
+    parser.add_argument("--rounds", type=int, default=40)
+    options = parser.parse_args()
+    for framework in options.framework or ARRAYS:
+        arrays, wait, make_workspace = ARRAYS[framework]()
+        for name, call in calls(arrays, make_workspace).items():
+            least, median = microseconds(call, wait, options.rounds)
+            print(f"{framework:6} {name:30} least {least:6.1f}  median {median:6.1f} us"
+                  f"{'' if least < GOAL_US else f'  (goal: {GOAL_US})'}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
