@@ -103,7 +103,7 @@ def _cases(args: argparse.Namespace, place: Place) -> list[Case]:
     sizes = {"batch": 1, "len": 512, "heads": 2, "head_dim": 64, "dtype": GPU_DTYPES[1],
              "causal": False} | given
     sizes = {"kv_len": sizes["len"], "kv_heads": sizes["heads"]} | sizes
-    for name, value in sizes.items():
+    for name, value in given.items():
         if type(value) is int and value < 1:
             raise InvalidInputError(f"--{name.replace('_', '-')} {value}: must be at least 1")
     return own_cases(Problem(

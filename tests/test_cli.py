@@ -1,0 +1,104 @@
+"""The command line: exit status, one-line errors, clean ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dashcupy import __version__, cli, driver, info, nvrtc
+from dashcupy.errors import DeviceError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_no_argument_prints_help(capsys):
+    assert cli.main([]) == 0
+    text = capsys.readouterr().out
+    for command in ("check", "info", "schedule", "build"):
+        assert command in text
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.strip() == f"dashcupy {__version__}"
+
+
+@pytest.mark.parametrize("argv, part", [
+    (["schedule", "shit"], "did you mean 'shift'?"),
+    (["schedule", "shift", "--mask", "causal"], "symmetric_shift"),
+    (["check", "--device", "cpu", "--repeats", "0"], "--repeats 0: must be at least 1"),
+    (["check", "--device", "cpu", "--len", "-3"], "--len -3: must be at least 1"),
+    (["check", "--device", "cpu", "--heads", "3", "--kv-heads", "2"], "must be a multiple"),
+    (["check", "--device", "cpu", "--len", "9", "--causal", "--schedule", "shift"],
+     "symmetric_shift"),
+    (["build", "--arch", "hopper"], "not an architecture"),
+])
+def test_an_error_is_one_line_and_status_2(capsys, argv, part):
+    assert cli.main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    assert part in captured.err
+    assert captured.out == ""
+
+
+def test_gpu_is_refused_where_there_is_none(capsys, monkeypatch):
+    def no_devices():
+        raise DeviceError("no NVIDIA driver")
+    monkeypatch.setattr(driver, "devices", no_devices)
+    assert cli.main(["check", "--device", "gpu"]) == 2
+    assert capsys.readouterr().err == "error: no NVIDIA driver\n"
+    assert cli.main(["build"]) == 2
+    assert "--arch" in capsys.readouterr().err
+
+
+def test_info_prints_the_same_as_text_and_json(capsys):
+    assert cli.main(["info", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out).keys() == info.collect().keys()
+    assert cli.main(["info"]) == 0
+    assert "versions:" in capsys.readouterr().out
+
+
+def test_ctrl_c_ends_without_a_traceback():
+    """Ctrl-C in the middle of a long check once printed pages of NumPy frames."""
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "dashcupy", "check", "--device", "cpu", "--repeats", "10000"],
+        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        # Shells start background jobs with SIGINT ignored, and the child would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    try:
+        process.stdout.readline()  # the command has begun
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == cli.EXIT_INTERRUPTED
+    assert errors == "interrupted\n"
+
+
+def test_a_reader_that_stops_early_is_no_error():
+    """``dashcupy info | head -1`` must not end in BrokenPipeError."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-m", "dashcupy", "info"], cwd=ROOT, stdout=write,
+                          stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not nvrtc.find_libraries(), reason="no NVRTC: pip install 'dashcupy[test]'")
+def test_build_fills_the_cache_without_a_gpu(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("DASHCUPY_CACHE_DIR", str(tmp_path))
+    argv = ["build", "--arch", "sm_90a", "--head-dim", "64", "--dtype", "bfloat16", "--causal",
+            "yes", "--schedule", "symmetric_shift"]
+    assert cli.main(argv) == 0
+    kernels = sorted(path.name.split("-")[0] for path in tmp_path.glob("*.cubin"))
+    assert kernels == ["bwd_preprocess", "bwd_sm80", "fwd_sm80"]
+    assert "3 of 3 kernels are in the cache" in capsys.readouterr().out
