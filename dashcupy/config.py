@@ -24,10 +24,12 @@ _LEAST_SMEM_BYTES = 99 << 10
 # STEP_RING of bwd_sm80: 256 steps of 16 bytes.
 _STEP_RING_BYTES = 4096
 
-# Wanted first, taken first that fits: (q_tile, kv_tile, stages of k and v).
+# By head_dim up to the key; the first that fits is taken: (q_tile, kv_tile, warps, stages of k and
+# of v, whether q stays in registers, CTAs that share the registers of an SM). With a head_dim of
+# 128 the accumulators of 128 rows leave no register for q.
 _FORWARD_TILES = {
-    64: ((128, 128, 2), (128, 128, 1)),
-    128: ((128, 64, 2), (128, 64, 1)),
+    64: ((128, 64, 4, 2, True, 2),),
+    128: ((128, 64, 4, 2, False, 1), (64, 64, 4, 2, True, 2)),
 }
 # (q_tile, kv_tile, stages of q, stages of dout). Large tiles come before stages: a q tile that is
 # read by half as many kv tiles halves the traffic of dq, a stage only hides a load.
@@ -55,6 +57,10 @@ class ForwardConfig:
         Columns of a tile; those from ``head_dim`` on are zeros.
     stages
         Tiles of k, and of v, in flight; 0 on the CPU.
+    q_registers
+        Whether q stays in registers, instead of being read again for every kv tile.
+    min_ctas
+        CTAs for which the compiler must leave registers on an SM.
     smem_bytes
         Dynamic shared memory of a CTA.
     reason
@@ -67,6 +73,8 @@ class ForwardConfig:
     n_warp: int
     head_dim_pad: int
     stages: int
+    q_registers: bool
+    min_ctas: int
     smem_bytes: int
     reason: str
 
@@ -163,8 +171,8 @@ def row_bytes(columns: int) -> int:
 
 
 def forward_smem_bytes(q_tile: int, kv_tile: int, pad: int, stages: int) -> int:
-    """Shared memory of fwd_sm80: q, and k and v in ``stages`` stages."""
-    return (q_tile + 2 * stages * kv_tile) * row_bytes(pad)
+    """Shared memory of fwd_sm80: q, k and v in ``stages`` stages, and what the CTA does."""
+    return (q_tile + 2 * stages * kv_tile) * row_bytes(pad) + 32
 
 
 def backward_smem_bytes(q_tile: int, kv_tile: int, pad: int, q_stages: int, do_stages: int) -> int:
@@ -180,7 +188,7 @@ def _cpu_config(problem: Problem, direction: str) -> Config:
     shared = dict(kernel="cpu", q_tile=q_tile, kv_tile=kv_tile, n_warp=0,
                   head_dim_pad=problem.head_dim, smem_bytes=0, reason="the NumPy backend's tiles")
     if direction == "forward":
-        return ForwardConfig(**shared, stages=0)
+        return ForwardConfig(**shared, stages=0, q_registers=False, min_ctas=0)
     return BackwardConfig(**shared, q_stages=0, do_stages=0)
 
 
@@ -190,21 +198,25 @@ def _smem_text(target: tuple[int, int], limit: int) -> str:
             f"{text} is not in the table: no more than {limit >> 10} KiB of shared memory is used")
 
 
+def _reason(smem_text: str, group: int) -> str:
+    return f"{smem_text}; first of the list for head_dim up to {group} that fits"
+
+
 def _forward_config(pad: int, limit: int, smem_text: str) -> ForwardConfig:
-    for q_tile, kv_tile, stages in _FORWARD_TILES[64 if pad <= 64 else 128]:
+    group = 64 if pad <= 64 else 128
+    for q_tile, kv_tile, n_warp, stages, q_registers, min_ctas in _FORWARD_TILES[group]:
         smem_bytes = forward_smem_bytes(q_tile, kv_tile, pad, stages)
         if smem_bytes <= limit:
-            return ForwardConfig("fwd_sm80", q_tile, kv_tile, 4, pad, stages, smem_bytes,
-                                 f"{smem_text}; first of the list for head_dim up to "
-                                 f"{64 if pad <= 64 else 128} that fits")
+            return ForwardConfig("fwd_sm80", q_tile, kv_tile, n_warp, pad, stages, q_registers,
+                                 min_ctas, smem_bytes, _reason(smem_text, group))
     raise AssertionError("the last entry of every list fits the smallest GPU")
 
 
 def _backward_config(pad: int, limit: int, smem_text: str) -> BackwardConfig:
-    for q_tile, kv_tile, q_stages, do_stages in _BACKWARD_TILES[64 if pad <= 64 else 128]:
+    group = 64 if pad <= 64 else 128
+    for q_tile, kv_tile, q_stages, do_stages in _BACKWARD_TILES[group]:
         smem_bytes = backward_smem_bytes(q_tile, kv_tile, pad, q_stages, do_stages)
         if smem_bytes <= limit:
             return BackwardConfig("bwd_sm80", q_tile, kv_tile, 8, pad, q_stages, do_stages,
-                                  smem_bytes, f"{smem_text}; first of the list for head_dim up to "
-                                              f"{64 if pad <= 64 else 128} that fits")
+                                  smem_bytes, _reason(smem_text, group))
     raise AssertionError("the last entry of every list fits the smallest GPU")

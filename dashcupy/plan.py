@@ -220,6 +220,8 @@ def _forward_kernels(problem: Problem, config: Config, shape: Shape,
     defines = _shared_defines(problem, config, aligned, "forward") | {
         "DC_WARPS": config.n_warp,
         "DC_STAGES": config.stages,
+        "DC_Q_REGISTERS": int(config.q_registers),
+        "DC_MIN_CTAS": config.min_ctas,
         "DC_SMEM_BYTES": config.smem_bytes,
     }
     return (KernelPlan(config.kernel, _pairs(defines), n_tile, "q tiles * batch * n_q_head",
@@ -322,7 +324,8 @@ def _config_rows(plan: Plan) -> list[tuple[str, str]]:
             f"{config.kv_tile} rows ({shape.n_kv})")
     if plan.target != "cpu":
         stages = ", ".join(f"{name} {getattr(config, name)}" for name in
-                           ("stages", "q_stages", "do_stages") if hasattr(config, name))
+                           ("stages", "q_registers", "min_ctas", "q_stages", "do_stages")
+                           if hasattr(config, name))
         text += (f", head_dim padded to {config.head_dim_pad}, {config.n_warp} warps, {stages}, "
                  f"{'16-byte' if plan.aligned else '2-byte'} loads")
     return [("config", text), ("", f"because {config.reason}")]
