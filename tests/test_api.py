@@ -1,5 +1,6 @@
 """The public functions on NumPy arrays: values, arguments, preallocated results, refusals."""
 
+import doctest
 import inspect
 import math
 
@@ -258,3 +259,9 @@ def test_every_parameter_is_documented(name):
     function = getattr(dashcupy, name)
     for parameter in inspect.signature(function).parameters:
         assert parameter in function.__doc__.split("Returns")[0]
+
+
+def test_examples_in_the_docstrings():
+    """An example that does not run is worse than none."""
+    done = doctest.testmod(dashcupy.api)
+    assert done.failed == 0 and done.attempted > 10
