@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import sys
@@ -81,10 +82,12 @@ def run(args: argparse.Namespace) -> int:
         _print_head(place, repeats)
 
     results = []
-    with Progress(sum(1 + len(names) for _, names in work)) as progress:
+    with Progress(sum(1 + len(names) for _, names in work),
+                  work=sum((1 + len(names)) * case.n_score for case, names in work)) as progress:
         for case, names in work:
             progress.start(case.title)
-            results.append(run_case(case, names, place, repeats, args.seed, progress.step))
+            results.append(run_case(case, names, place, repeats, args.seed, functools.partial(
+                progress.step, case.n_score)))
             progress.clear()
             if show:
                 _print_case(results[-1])

@@ -38,6 +38,12 @@ class Case:
     inputs: str
     problem: Problem
 
+    @property
+    def n_score(self) -> int:
+        """Elements of q k^T, of all heads: a measure of the work."""
+        p = self.problem
+        return p.batch * p.n_q_head * p.q_len * p.kv_len
+
 
 def default_cases(target: Target, quick: bool = False) -> list[Case]:
     """Cases whose lengths sit around the tiles of a target; few and chosen.

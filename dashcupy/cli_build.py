@@ -47,8 +47,9 @@ def add_parser(commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status, 1 if a kernel does not compile."""
+    capability = _capability(args.arch)
     library = nvrtc.default_library()
-    capability, arch = _target(args.arch, library)
+    arch = nvrtc.choose_arch(capability, library)
     todo = list(dict.fromkeys(_kernels(args, capability)))
     if args.jobs is not None and args.jobs < 1:
         raise InvalidInputError(f"--jobs {args.jobs}: must be at least 1")
@@ -79,24 +80,21 @@ def run(args: argparse.Namespace) -> int:
     return 1 if faults else 0
 
 
-def _target(arch: str | None, library: nvrtc.Library) -> tuple[tuple[int, int], str]:
-    """Compute capability, and what NVRTC calls it."""
-    if arch is None:
-        try:
-            found = driver.devices()
-        except DashcupyError as error:
-            raise DeviceError(f"there is no GPU to compile for: {error}; say which with --arch, "
-                              f"such as --arch sm_90a") from error
-        if not found:
-            raise DeviceError("there is no GPU to compile for; say which with --arch, such as "
-                              "--arch sm_90a")
-        capability = found[0].compute_capability
-    else:
+def _capability(arch: str | None) -> tuple[int, int]:
+    """The compute capability that ``--arch`` names, or that of the first GPU."""
+    if arch is not None:
         match = re.fullmatch(r"(?:sm_)?(\d+)(\d)[af]?", arch)
         if not match:
             raise InvalidInputError(f"--arch {arch}: not an architecture (such as sm_80, sm_90a)")
-        capability = (int(match[1]), int(match[2]))
-    return capability, nvrtc.choose_arch(capability, library)
+        return int(match[1]), int(match[2])
+    hint = "say which to compile for with --arch, such as --arch sm_90a"
+    try:
+        found = driver.devices()
+    except DashcupyError as error:
+        raise DeviceError(f"{error}; or {hint}") from error
+    if not found:
+        raise DeviceError(f"the driver sees no GPU; {hint}")
+    return found[0].compute_capability
 
 
 def _kernels(args: argparse.Namespace, capability: tuple[int, int]

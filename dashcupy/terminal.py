@@ -44,12 +44,15 @@ class Progress:
     ----------
     total
         Number of steps.
+    work
+        Work in all of them, in any unit; by default each step is one.
     """
 
-    def __init__(self, total: int, stream: TextIO | None = None):
+    def __init__(self, total: int, stream: TextIO | None = None, *, work: float | None = None):
         self._stream = stream or sys.stderr
         self._shown = _is_terminal(self._stream)
         self._total, self._done = total, 0
+        self._work, self._work_done = total if work is None else work, 0.0
         self._start = time.monotonic()
         self._text = ""
 
@@ -64,9 +67,10 @@ class Progress:
         self._text = text
         self._draw()
 
-    def step(self) -> None:
-        """One more step is done."""
+    def step(self, work: float = 1.0) -> None:
+        """One more step is done, with so much work."""
         self._done += 1
+        self._work_done += work
         self._draw()
 
     def clear(self) -> None:
@@ -77,11 +81,12 @@ class Progress:
 
     def line(self) -> str:
         """The text of the line, without control characters."""
-        full = _BAR_CELLS * self._done // max(1, self._total)
+        share = min(1.0, self._work_done / self._work) if self._work else 1.0
+        full = int(_BAR_CELLS * share)
         parts = [f"[{'#' * full}{'.' * (_BAR_CELLS - full)}] {self._done}/{self._total}"]
-        if 0 < self._done < self._total:
-            per_step = (time.monotonic() - self._start) / self._done
-            parts.append(f"about {duration(per_step * (self._total - self._done))} left")
+        if 0 < share < 1:
+            passed = time.monotonic() - self._start
+            parts.append(f"about {duration(passed * (1 - share) / share)} left")
         return "  ".join([*parts, self._text])
 
     def _draw(self) -> None:
