@@ -1,0 +1,67 @@
+"""The results file: a JSON list of flat records, one line each, merged by what was measured."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parent / "results" / "h200.json"
+
+# What a record measures: two records that agree on these are the same measurement made twice.
+KEY = ("direction", "head_dim", "causal", "dtype", "batch", "seqlen", "kv_len", "q_heads",
+       "kv_heads", "peer", "schedule", "mode", "device")
+# What it found, and with what.
+VALUES = ("schedule_used", "ms", "ms_spread", "tflops", "same_bits", "host_us",
+          "source_digest", "driver", "cuda", "versions", "date")
+
+
+def key_of(record: Mapping) -> tuple:
+    """Identity of a record; missing fields raise KeyError."""
+    return tuple(record[name] for name in KEY)
+
+
+def read(path: Path = RESULTS) -> list[dict]:
+    """Records of a file; none if it does not exist.
+
+    Raises
+    ------
+    ValueError
+        The file holds something else.
+    """
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    if not isinstance(found, list) or not all(set(KEY) <= set(record) for record in found):
+        raise ValueError(f"{path} is no list of records; give another file")
+    return found
+
+
+def merge(old: Iterable[Mapping], new: Iterable[Mapping]) -> list[dict]:
+    """Union of two lists in a fixed order; where both measured the same, ``new`` wins."""
+    found = {key_of(record): dict(record) for record in old}
+    found |= {key_of(record): dict(record) for record in new}
+    return [found[key] for key in sorted(found, key=_sortable)]
+
+
+def write(path: Path, new: Iterable[Mapping]) -> int:
+    """Merge records into a file, in one step.
+
+    Returns
+    -------
+    int
+        Records in the file now.
+    """
+    merged = merge(read(path), new)
+    lines = ",\n".join(json.dumps({name: record[name] for name in (*KEY, *VALUES)})
+                       for record in merged)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(f".{os.getpid()}.tmp")
+    scratch.write_text(f"[\n{lines}\n]\n" if lines else "[]\n", encoding="utf-8")
+    os.replace(scratch, path)
+    return len(merged)
+
+
+def _sortable(key: tuple) -> tuple:
+    # None, booleans, numbers and text do not compare with one another.
+    return tuple((isinstance(part, str), part is not None, part if part is not None else 0)
+                 for part in key)

@@ -1,0 +1,50 @@
+"""GPU tests: each bounds its own time, and leaves neither memory nor a broken GPU to the next."""
+
+import faulthandler
+import os
+import sys
+
+import pytest
+
+# JAX would take three quarters of the card at its first use.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+# A kernel that hangs cannot be interrupted from Python, so the process ends itself and says where.
+# Under pytest-xdist that costs one worker, and the run goes on.
+LIMIT_S = 90
+
+
+@pytest.fixture(scope="session")
+def real_stderr(request):
+    """A handle of the terminal's stderr; pytest has put a file in its place."""
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        handle = os.dup(2)
+    yield handle
+    os.close(handle)
+
+
+@pytest.fixture(autouse=True)
+def bounded_time(real_stderr):
+    """End the process with a traceback when a test takes longer than ``LIMIT_S``."""
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=real_stderr)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(autouse=True)
+def healthy_gpu(request, real_stderr, bounded_time):
+    """Stop when a test has left an error that no later call can clear; give large memory back."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        text = f"\n{request.node.nodeid} left the GPU unusable: {str(error).splitlines()[0]}\n"
+        os.write(real_stderr, text.encode())
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            os._exit(70)  # pytest-xdist starts another worker
+        pytest.exit(text, returncode=70)
+    if torch.cuda.memory_reserved() > 8 << 30:
+        torch.cuda.empty_cache()

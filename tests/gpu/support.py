@@ -1,0 +1,154 @@
+"""Problems, calls and comparisons that the GPU tests share."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import dashcupy
+from dashcupy import schedules
+
+from . import truth
+from .truth import torch
+
+DEVICE = "cuda"
+TESTS = Path(__file__).resolve().parent.parent
+CAUSAL = {"full": False, "causal": True, "causal_top_left": "top_left"}
+# Every schedule with every kind of mask that it is defined for.
+SCHEDULED = [(name, mask) for name in schedules.names() for mask in ("full", "causal")
+             if schedules.supports(name, mask)]
+NAMES = truth.NAMES
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem with random inputs: randn times ``factor``."""
+
+    q_len: int
+    kv_len: int
+    mask: str = "full"
+    head_dim: int = 64
+    dtype: str = "bfloat16"
+    batch: int = 1
+    n_q_head: int = 2
+    n_kv_head: int = 2
+    schedule: str = "auto"
+    factor: float = 1.0
+    seed: int = 0
+
+    def replace(self, **changes) -> Case:
+        """The same, but for these fields."""
+        return dataclasses.replace(self, **changes)
+
+    def draw(self) -> dict[str, torch.Tensor]:
+        """q, k, v and dout; dout is never scaled."""
+        generator = torch.Generator(device=DEVICE).manual_seed(self.seed)
+        q = (self.batch, self.q_len, self.n_q_head, self.head_dim)
+        k = (self.batch, self.kv_len, self.n_kv_head, self.head_dim)
+
+        def randn(size, factor):
+            x = torch.randn(size, generator=generator, device=DEVICE) * factor
+            return x.to(getattr(torch, self.dtype))
+
+        return {"q": randn(q, self.factor), "k": randn(k, self.factor),
+                "v": randn(k, self.factor), "dout": randn(q, 1.0)}
+
+
+def run(case: Case, inputs: dict, **options) -> dict[str, torch.Tensor]:
+    """Forward, then backward with its results: ``out, lse, dq, dk, dv``."""
+    q, k, v, dout = (inputs[name] for name in ("q", "k", "v", "dout"))
+    causal = CAUSAL[case.mask]
+    out, lse = dashcupy.attention(q, k, v, causal=causal, return_lse=True, **options)
+    return dict(zip(NAMES, (out, lse, *backward(case, inputs, out, lse, **options))))
+
+
+def backward(case: Case, inputs: dict, out, lse, **options) -> tuple:
+    """dq, dk, dv by the schedule of the case."""
+    q, k, v, dout = (inputs[name] for name in ("q", "k", "v", "dout"))
+    return dashcupy.attention_backward(dout, q, k, v, out, lse, causal=CAUSAL[case.mask],
+                                       schedule=case.schedule, **options)
+
+
+def expect_right(case: Case, inputs: dict, got: dict, scale: float | None = None) -> None:
+    """Fail unless all results are within their bounds."""
+    arguments = (*(inputs[name] for name in ("q", "k", "v", "dout")), case.mask, scale)
+    exact = truth.attention(*arguments)
+    yardstick = truth.attention(*arguments, dtype=getattr(torch, case.dtype))
+    wrong = truth.faults(got, exact, yardstick)
+    assert not wrong, "\n".join([str(case), *wrong])
+
+
+def check(case: Case, inputs: dict | None = None) -> dict[str, torch.Tensor]:
+    """Compute a case and compare it with the truth; returns the results."""
+    inputs = case.draw() if inputs is None else inputs
+    got = run(case, inputs)
+    expect_right(case, inputs, got)
+    return got
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """The raw bits, as integers that compare NaN with itself."""
+    return x.contiguous().view(torch.int32 if x.element_size() == 4 else torch.int16)
+
+
+def expect_same_bits(got: dict, expected: dict, what: str) -> None:
+    """Fail with the number of different elements, the first of them, and both values in hex."""
+    lines = []
+    for name, x in got.items():
+        y = expected[name]
+        assert x.shape == y.shape and x.dtype == y.dtype, \
+            f"{what}: {name} is {x.dtype} {tuple(x.shape)}, not {y.dtype} {tuple(y.shape)}"
+        if torch.equal(bits(x), bits(y)):
+            continue
+        different = (bits(x) != bits(y)).nonzero()
+        first = tuple(different[0].tolist())
+        lines.append(f"{name}: {len(different)} of {x.numel()} elements differ, first at "
+                     f"{list(first)}: {_hex(bits(x)[first])} against {_hex(bits(y)[first])}")
+    assert not lines, "\n".join([what, *lines])
+
+
+def _hex(x: torch.Tensor) -> str:
+    width = 2 * x.element_size()
+    return f"0x{int(x) & (1 << 4 * width) - 1:0{width}x}"
+
+
+def from_cupy(x) -> torch.Tensor:
+    """A torch tensor over the memory of a CuPy array; 16-bit types travel as integers."""
+    kind = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(x.dtype.name)
+    return torch.from_dlpack(x.view("int16")).view(kind) if kind else torch.from_dlpack(x)
+
+
+def digest(results: dict) -> str:
+    """SHA-256 over the bytes of all results."""
+    found = hashlib.sha256()
+    for name in NAMES:
+        found.update(bits(results[name]).cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+def digests(case: Case) -> list[str]:
+    """One line for each schedule and mask: the digest of a case."""
+    found = []
+    for name, mask in SCHEDULED:
+        this = case.replace(schedule=name, mask=mask)
+        found.append(f"{name} {mask} {digest(run(this, this.draw()))}")
+    return found
+
+
+def in_new_process(code: str, limit_s: float = 75, **environment: str) -> str:
+    """Standard output of Python code in a fresh process that can import dashcupy and this package.
+
+    Fails with the process's own words when it fails or takes longer than ``limit_s`` seconds.
+    """
+    folders = [str(Path(dashcupy.__file__).resolve().parent.parent), str(TESTS),
+               os.environ.get("PYTHONPATH", "")]
+    variables = os.environ | environment | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True,
+                          text=True, timeout=limit_s)
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stderr[-4000:]}"
+    return done.stdout
