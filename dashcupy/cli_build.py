@@ -73,8 +73,10 @@ def run(args: argparse.Namespace) -> int:
     finally:
         # After Ctrl-C: what runs is finished, what waits is not begun.
         executor.shutdown(cancel_futures=True)
-    for fault in faults:
-        print(f"FAILED {fault}")
+    if faults:
+        print(f"FAILED {faults[0]}")
+    if len(faults) > 1:
+        print(f"... and {len(faults) - 1} more that are not shown; the first may explain them")
     print(f"{len(todo) - len(faults)} of {len(todo)} kernels are in the cache; "
           f"{duration(time.perf_counter() - start)}")
     return 1 if faults else 0
