@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import sys
+import textwrap
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -132,7 +133,8 @@ def _repeats(args: argparse.Namespace, place: Place) -> int:
 
 def _print_head(place: Place, repeats: int) -> None:
     print(f"dashcupy {__version__} on {paint(place.title, 'bold')}")
-    print(f"  ({'CPU' if place.kind == 'cpu' else 'GPU'} because: {place.why})\n")
+    why = f"({place.kind.upper()} because: {place.why})"
+    print(textwrap.fill(why, 98, initial_indent="  ", subsequent_indent="  ") + "\n")
     print(_LEGEND.format(repeats=repeats), flush=True)
 
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from . import driver
 from .config import Target
-from .errors import DashcupyError, DeviceError
+from .errors import DashcupyError, DeviceError, UnsupportedError
+from .nvrtc import MIN_CAPABILITY
 
 DEVICES = ("auto", "cpu", "gpu")
 
@@ -67,6 +68,9 @@ def _gpu() -> Place:
                           "container has none)")
     gpu, cupy = devices[0], driver.require_cupy()
     capability = "{}.{}".format(*gpu.compute_capability)
+    if gpu.compute_capability < MIN_CAPABILITY:
+        raise UnsupportedError(f"{gpu.name} has compute capability {capability}; the kernels need "
+                               f"{'{}.{}'.format(*MIN_CAPABILITY)} (Ampere) or newer")
 
     def put(array: np.ndarray) -> object:
         # As bytes: copying needs no kernel then, and no knowledge of bfloat16.
