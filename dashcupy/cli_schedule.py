@@ -27,6 +27,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     add("--q", type=int, help="q tiles (default: kv tiles x stride)")
     add("--stride", type=int, default=1, help="q tiles to the height of a kv tile (default: 1)")
     add("--heads", type=int, default=1, help="kv heads of the whole batch (default: 1)")
+    add("--head-group", type=int,
+        help="kv heads whose works are handed out together (default: all)")
     add("--q-per-kv", type=int, default=1, help="q heads to a kv head (default: 1)")
     add("--mask", choices=MASKS, default="full", help="default: full")
     add("--sms", type=int, help="CTAs that run at the same time (default: kv tiles)")
@@ -55,10 +57,11 @@ def run(args: argparse.Namespace) -> int:
         chosen = [schedules.resolve(args.name, shape).NAME]
 
     results = {name: simulate(name, shape, args.heads, n_sm, costs, assignment=args.assignment,
-                              q_per_kv=args.q_per_kv) for name in chosen}
+                              q_per_kv=args.q_per_kv, head_group=args.head_group)
+               for name in chosen}
     if len(chosen) == 1:
         print(draw.step_table(schedules.get(chosen[0]), shape), end="\n\n")
-    print(_plural(args.heads, "head") + " on " + _plural(n_sm, "SM"))
+    print(_heads(args) + " on " + _plural(n_sm, "SM"))
     print(summary(results))
     if len(chosen) == 1 and not results[chosen[0]].deadlock:
         print("\n" + per_worker(results[chosen[0]]))
@@ -107,6 +110,11 @@ def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
+def _heads(args: argparse.Namespace) -> str:
+    group = "" if args.head_group is None else f", {args.head_group} at a time,"
+    return _plural(args.heads, "head") + group
+
+
 def _title(args: argparse.Namespace, shape: Shape, n_sm: int) -> str:
     return (f"{args.mask} mask, {shape.n_q} q tiles x {shape.n_kv} kv tiles, "
-            f"{_plural(args.heads, 'head')}, {_plural(n_sm, 'SM')}")
+            f"{_heads(args)} on {_plural(n_sm, 'SM')}")

@@ -11,7 +11,7 @@ import numpy as np
 from . import driver, modules, params, schedules
 from .arrays import Layout
 from .errors import DeviceError, HangError, InvalidInputError
-from .plan import REPORT_WORDS, KernelPlan, Plan, scale_log2
+from .plan import REPORT_WORDS, KernelPlan, Plan, head_group, scale_log2
 
 _ERROR_INVALID_CONTEXT = 201
 # Bytes that the kernels read at a time from arrays that are aligned.
@@ -70,6 +70,7 @@ def struct_values(plan: Plan, layouts: Mapping[str, Layout]) -> dict[str, int | 
         "batch": problem.batch, "n_q_head": problem.n_q_head, "n_kv_head": problem.n_kv_head,
         "q_len": problem.q_len, "kv_len": problem.kv_len, "mask_offset": problem.mask_offset,
         "scale": problem.scale, "scale_log2": scale_log2(problem), "reserved": 0,
+        "head_group": head_group(problem),
     }
     for name, layout in layouts.items():
         strides = used_strides(layout)

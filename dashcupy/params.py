@@ -44,6 +44,7 @@ FIELDS = {
         *_fields("q", "lse_batch", "lse_head"),
         *_fields("i", *_SIZES),
         *_fields("f", "scale", "scale_log2"),
+        *_fields("i", "head_group", "reserved"),
     ),
 }
 STRUCT_NAME = {"forward": "ForwardParams", "backward": "BackwardParams"}

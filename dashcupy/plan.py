@@ -123,6 +123,8 @@ class Plan:
                 ("target", _target_text(self.target)), *_config_rows(self)]
         if self.schedule:
             rows += [("schedule", _schedule_text(self)), ("team", _team_text(self))]
+        if any(kernel.persistent for kernel in self.kernels):
+            rows.append(("heads", _head_group_text(self.problem)))
         for kernel in self.kernels:
             rows += _kernel_rows(kernel)
         if not self.kernels and self.target != "cpu":
@@ -348,6 +350,12 @@ def _team_text(plan: Plan) -> str:
             f"a GPU where fewer are resident together")
 
 
+def _head_group_text(problem: Problem) -> str:
+    return (f"works of {head_group(problem)} of the {problem.batch * problem.n_kv_head} kv heads "
+            f"are handed out together: enough that few CTAs queue for one dq tile, and few enough "
+            f"that their rows stay in L2; changes no bits")
+
+
 def _kernel_rows(kernel: KernelPlan) -> list[tuple[str, str]]:
     grid = (f"min({kernel.grid} works, resident CTAs)" if kernel.persistent else
             f"{kernel.grid} CTAs")
@@ -356,6 +364,16 @@ def _kernel_rows(kernel: KernelPlan) -> list[tuple[str, str]]:
     return [("kernel", f"{kernel.kernel}: grid {grid} ({kernel.grid_text}), {kernel.threads} "
                        f"threads, {kernel.smem_bytes} bytes of dynamic shared memory{kind}"),
             ("", defines)]
+
+
+def head_group(problem: Problem) -> int:
+    """kv heads whose works are handed out together: changes no bits, only which run side by side.
+
+    Many heads at a time shorten the queue for each dq tile; few keep q, dout and dq_accum of the
+    heads in flight inside L2. Measured on an H200 (bench/README.md): 2^17 rows, 16 heads at least.
+    """
+    n_head = problem.batch * problem.n_kv_head
+    return max(1, min(n_head, max(16, 2**17 // max(problem.kv_len, 1))))
 
 
 def scale_log2(problem: Problem) -> float:

@@ -133,7 +133,7 @@ class _Worker:
 
 def simulate(schedule: Schedule | str, shape: Shape, n_head: int, n_worker: int,
              costs: Costs | None = None, *, assignment: str = "counter",
-             q_per_kv: int = 1) -> Simulation:
+             q_per_kv: int = 1, head_group: int | None = None) -> Simulation:
     """Run a schedule.
 
     Parameters
@@ -149,6 +149,8 @@ def simulate(schedule: Schedule | str, shape: Shape, n_head: int, n_worker: int,
         ``"round_robin"``: CTA w does works w, w + n_worker, ... of the same order.
     q_per_kv
         q heads that share a kv head: a CTA does all steps of one after those of another.
+    head_group
+        kv heads whose works are handed out together (see ``schedules.order``); default: all.
 
     Raises
     ------
@@ -160,14 +162,18 @@ def simulate(schedule: Schedule | str, shape: Shape, n_head: int, n_worker: int,
     for name, value in (("n_head", n_head), ("n_worker", n_worker), ("q_per_kv", q_per_kv)):
         if value < 1:
             raise InvalidInputError(f"{name}={value}: must be at least 1")
+    head_group = n_head if head_group is None else head_group
+    if not 1 <= head_group <= n_head:
+        raise InvalidInputError(f"head_group={head_group}: must be 1 to n_head={n_head}")
     if assignment not in ASSIGNMENTS:
         raise InvalidInputError(
             f"assignment={assignment!r} is not known (allowed: {', '.join(ASSIGNMENTS)})")
-    return _Run(schedule, shape, n_head, n_worker, costs or Costs(), q_per_kv).run(assignment)
+    return _Run(schedule, shape, n_head, n_worker, costs or Costs(), q_per_kv,
+                head_group).run(assignment)
 
 
 def check_resident(schedule: Schedule | str, shape: Shape, n_head: int, n_resident: int,
-                   q_per_kv: int = 1) -> None:
+                   q_per_kv: int = 1, head_group: int | None = None) -> None:
     """Prove that ``n_resident`` CTAs that take works from the counter cannot hang.
 
     One run proves it for every timing. What can happen next (the next work is taken by a free
@@ -180,7 +186,8 @@ def check_resident(schedule: Schedule | str, shape: Shape, n_head: int, n_reside
     UnsupportedError
         It would hang; the message says who waits for whom.
     """
-    result = simulate(schedule, shape, n_head, n_resident, Costs(slots=0), q_per_kv=q_per_kv)
+    result = simulate(schedule, shape, n_head, n_resident, Costs(slots=0), q_per_kv=q_per_kv,
+                      head_group=head_group)
     if result.deadlock:
         raise UnsupportedError(f"{n_resident} resident CTAs would hang: {result.deadlock}")
 
@@ -194,9 +201,9 @@ class _Run:
     it waits for a work that is not yet taken.
     """
 
-    def __init__(self, schedule, shape, n_head, n_worker, costs, q_per_kv):
+    def __init__(self, schedule, shape, n_head, n_worker, costs, q_per_kv, head_group):
         self.schedule, self.shape, self.n_head, self.costs = schedule, shape, n_head, costs
-        self.q_per_kv = q_per_kv
+        self.q_per_kv, self.head_group = q_per_kv, head_group
         # The same for every head, in the order of the CTA.
         self.cells = [self._cells_of(work) for work in range(schedule.num_work(shape))]
         self.workers = [_Worker(index) for index in range(n_worker)]
@@ -236,7 +243,8 @@ class _Run:
         return (head * self.q_per_kv + q_head) * self.shape.n_q + q_tile
 
     def _take(self, worker: _Worker, time: float, global_work: int) -> None:
-        worker.head, worker.work = decode(self.schedule, self.shape, self.n_head, global_work)
+        worker.head, worker.work = decode(self.schedule, self.shape, self.n_head, global_work,
+                                          self.head_group)
         worker.cells, worker.next_cell = self.cells[worker.work], 0
         worker.compute_free = time
         worker.has_work = True

@@ -13,18 +13,19 @@ class Worker:
         self.free_at = 0  # with no slot: when the last add was over
 
 
-def naive_steps(schedule, shape, n_head, n_worker, costs, assignment):
+def naive_steps(schedule, shape, n_head, n_worker, costs, assignment, head_group):
     """All steps with whole-number costs, sorted; one q head to each kv head."""
-    numbers = list(range(total_work(schedule, shape, n_head)))
+    places = [decode(schedule, shape, n_head, number, head_group)
+              for number in range(total_work(schedule, shape, n_head))]
     if assignment == "counter":
-        workers = [Worker(index, numbers) for index in range(n_worker)]
+        workers = [Worker(index, places) for index in range(n_worker)]
     else:
-        workers = [Worker(index, numbers[index::n_worker]) for index in range(n_worker)]
+        workers = [Worker(index, places[index::n_worker]) for index in range(n_worker)]
     visible = {}  # (head, q tile) -> when each ticket is visible, in order
     tick = 0
     while any(w.queue or w.cells or _adds_left(w) for w in workers):
         while (any(_act(w, tick, costs, visible) for w in workers)
-               or any(_take(w, tick, costs, schedule, shape, n_head) for w in workers)):
+               or any(_take(w, tick, costs, schedule, shape) for w in workers)):
             pass
         tick += 1
     return sorted(Step(w.index, head, 0, work, kv, q, ticket, start, end, add, add + costs.reduce)
@@ -36,11 +37,11 @@ def _adds_left(w):
     return [part for part in w.parts if part[3] is None]
 
 
-def _take(w, tick, costs, schedule, shape, n_head):
+def _take(w, tick, costs, schedule, shape):
     """Take the next work, if this worker has none; False if not."""
     if w.cells or not w.queue or _adds_left(w) or not costs.slots and w.free_at > tick:
         return False
-    head, work = decode(schedule, shape, n_head, w.queue.pop(0))
+    head, work = w.queue.pop(0)
     w.cells = [(head, work, kv, q, schedule.ticket(shape, kv, q))
                for kv in (schedule.kv_tile(shape, work, part)
                           for part in range(schedule.work_size(shape, work)))

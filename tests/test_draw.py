@@ -69,7 +69,7 @@ def test_gantt_refusals(tmp_path, monkeypatch):
 
 
 def test_command_for_one_schedule(capsys):
-    assert command("descending --kv 4 --heads 2 --mask causal --sms 4") == 0
+    assert command("descending --kv 4 --heads 2 --mask causal --sms 4 --head-group 1") == 0
     assert capsys.readouterr().out == """\
 descending: causal mask, 4 q tiles, 4 kv tiles; cells are q tile.ticket
 work  kv     0    1    2    3
@@ -78,7 +78,7 @@ work  kv     0    1    2    3
    2   2   3.2  2.2
    3   3   3.3
 
-2 heads on 4 SMs
+2 heads, 1 at a time, on 4 SMs
 schedule          makespan     bound bound/makespan   stall    idle
 descending            7.00      6.25          0.893    5.4%    5.4%
 
@@ -88,6 +88,16 @@ descending            7.00      6.25          0.893    5.4%    5.4%
    2      6.25      0.50      0.25
    3      6.25      0.75      0.00
 """
+
+
+def test_command_hands_out_all_heads_together(capsys):
+    """As the kernels do for so few heads; the long kv tiles of both then start first."""
+    assert command("descending --kv 4 --heads 2 --mask causal --sms 4") == 0
+    assert """
+2 heads on 4 SMs
+schedule          makespan     bound bound/makespan   stall    idle
+descending            6.50      6.25          0.962    1.9%    1.9%
+""" in capsys.readouterr().out
 
 
 def test_command_compares_all_of_a_mask(capsys, tmp_path):
@@ -112,5 +122,7 @@ def test_command_refusals():
         command("symmetric_shift")
     with pytest.raises(InvalidInputError, match="--kv 0: must be at least 1"):
         command("shift --kv 0")
+    with pytest.raises(InvalidInputError, match="head_group=3: must be 1 to n_head=2"):
+        command("shift --heads 2 --head-group 3")
     with pytest.raises(InvalidInputError, match="mean 'shift'"):
         command("shfit")

@@ -69,6 +69,7 @@ def test_backward_struct(gpu):
     assert main.fields["scale_log2"] == np.float32(0.125 * np.log2(np.e))
     assert main.fields["dk_strides.batch"] == 500 * 2 * 64 and main.fields["dq_strides.row"] == 512
     assert main.fields["mask_offset"] == 0 and gpu.cleared == []
+    assert main.fields["head_group"] == 4  # 2 kv heads of 2 sequences: few enough for one group
 
 
 @pytest.mark.parametrize("n_sm, per_sm, max_ctas, grid", [

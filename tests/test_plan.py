@@ -6,7 +6,7 @@ import pytest
 
 from dashcupy import params, schedules
 from dashcupy.errors import InvalidInputError, UnsupportedError
-from dashcupy.plan import SEMAPHORE_STRIDE, make_plan
+from dashcupy.plan import SEMAPHORE_STRIDE, head_group, make_plan
 from dashcupy.problem import Problem
 
 H200 = (9, 0)
@@ -72,6 +72,15 @@ def test_alignment_and_debugging_change_the_build_and_not_the_bits():
         assert defines(plan, "bwd_sm80")["DC_ALIGNED"] == aligned
         assert defines(plan, "bwd_sm80")["DC_DEBUG"] == debug
         assert defines(plan, "bwd_preprocess")["DC_ALIGNED"] == aligned
+
+
+def test_head_group():
+    """The work order divides by it and never asks whether a group is larger than all heads."""
+    groups = [head_group(problem(batch=64, kv_len=kv_len)) for kv_len in (0, 1, 900, 1 << 14)]
+    assert groups == sorted(groups, reverse=True) and groups[0] == 64 * 2
+    assert 1 < groups[-1] < 64 * 2  # long heads: not all at a time
+    assert head_group(problem(n_kv_head=1, batch=1)) == 1
+    assert head_group(problem(batch=0)) == 1
 
 
 def test_forward_launch():
@@ -177,6 +186,8 @@ def test_explain_tells_everything(direction, target):
               *[f"{r.name}: {r.n_bytes} bytes at {r.offset}" for r in plan.workspace]]
     if direction == "backward":
         wanted += [schedules.get(plan.schedule).DESCRIPTION, "for 'auto'"]
+    if direction == "backward" and target == H200:
+        wanted.append("works of 4 of the 4 kv heads are handed out together")
     for part in wanted:
         assert part in text
     assert dataclasses.asdict(plan)["fingerprint"] == plan.fingerprint

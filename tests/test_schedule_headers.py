@@ -16,7 +16,8 @@ from dashcupy.source import cuda_root
 COMPILER = next(filter(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++"))),
                 None)
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler (g++ or clang++)")
-N_HEAD = 3
+N_HEAD = 5
+HEAD_GROUPS = (1, 2, 3, N_HEAD)
 CASES = [(name, tiles, mask == "causal") for name in schedules.names()
          for tiles in (*TILES, (1, 2)) for mask in schedules.get(name).MASKS]
 
@@ -44,9 +45,13 @@ void dump(int q_len, int kv_len, int offset) {
   }
   for (int q = 0; q < shape.n_q; ++q)
     printf("q tile %d: %d %d\\n", q, num_contributors(shape, q), num_kv_tiles(shape, q));
-  for (int number = 0; number < N_HEAD * n_work; ++number) {
-    const HeadWork place = decode(shape, N_HEAD, number);
-    printf("number %d: %d %d\\n", number, place.head, place.work);
+  for (const int head_group : HEAD_GROUPS) {
+    printf("%d heads at a time:", head_group);
+    for (int number = 0; number < N_HEAD * n_work; ++number) {
+      const HeadWork place = decode(shape, N_HEAD, head_group, number);
+      printf(" %d.%d", place.head, place.work);
+    }
+    printf("\\n");
   }
 }
 """
@@ -66,9 +71,11 @@ def dump_python(name, shape):
                + "".join(f" {q}.{s.ticket(shape, kv, q)}" for q in visits))
     for q in range(shape.n_q):
         yield f"q tile {q}: {s.num_contributors(shape, q)} {shape.num_kv_tiles(q)}"
-    for number in range(N_HEAD * n_work):
-        head, work = schedules.decode(s, shape, N_HEAD, number)
-        yield f"number {number}: {head} {work}"
+    for head_group in HEAD_GROUPS:
+        taken = [schedules.decode(s, shape, N_HEAD, number, head_group)
+                 for number in range(N_HEAD * n_work)]
+        yield (f"{head_group} heads at a time:"
+               + "".join(f" {head}.{work}" for head, work in taken))
 
 
 def code_of(*files):
@@ -93,7 +100,8 @@ def shapes_of(tiles, causal):
 @pytest.fixture(scope="module")
 def cpp_lines(tmp_path_factory):
     """The output of one program with every schedule in every tile size: {case: lines}."""
-    text = [f"#include <cstdio>\n{code_of('common.cuh')}\nconstexpr int N_HEAD = {N_HEAD};"]
+    text = [f"#include <cstdio>\n{code_of('common.cuh')}\nconstexpr int N_HEAD = {N_HEAD};\n"
+            f"constexpr int HEAD_GROUPS[] = {{{', '.join(map(str, HEAD_GROUPS))}}};"]
     for number, (name, tiles, causal) in enumerate(CASES):
         text.append(f"{config(tiles, causal)}namespace case_{number} {{\n{schedule_code(name)}"
                     f"{DUMP_CPP}}}\n#undef DC_Q_TILE\n#undef DC_KV_TILE\n#undef DC_CAUSAL")
@@ -150,9 +158,10 @@ def test_nvrtc_takes_the_header(name):
         pytest.skip("no NVRTC here: pip install 'dashcupy[test]'")
     causal = "causal" in schedules.get(name).MASKS
     kernel = """
-extern "C" __global__ void probe(int* out, int q_len, int kv_len, int offset, int n_head) {
+extern "C" __global__ void probe(int* out, int q_len, int kv_len, int offset, int n_head,
+                                 int head_group) {
   const schedule::Shape shape = schedule::make_shape(q_len, kv_len, offset);
-  const schedule::HeadWork place = schedule::decode(shape, n_head, blockIdx.x);
+  const schedule::HeadWork place = schedule::decode(shape, n_head, head_group, blockIdx.x);
   for (int part = 0; part < schedule::work_size(shape, place.work); ++part) {
     const int kv = schedule::kv_tile(shape, place.work, part);
     for (int step = 0; step < schedule::num_steps(shape, kv); ++step) {

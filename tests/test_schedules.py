@@ -1,6 +1,7 @@
 """Schedules in Python: every pair once, tickets without a gap, no deadlock, clear refusals."""
 
 import inspect
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -63,11 +64,12 @@ def test_every_pair_once_and_tickets_without_a_gap(name):
 def test_no_deadlock(name):
     """With the fewest CTAs allowed, with one more, or with one for every work of all heads."""
     schedule = schedules.get(name)
-    for number, shape in enumerate(all_shapes(schedule.MASKS)):
+    settings = itertools.cycle(itertools.product((1, 2, 3), (1, 2), (0, 1, 2)))
+    for shape, (head_group, q_per_kv, few) in zip(all_shapes(schedule.MASKS), settings):
         team, n_work = schedule.team_size(shape), schedule.num_work(shape)
         assert 1 <= team <= order.MAX_TEAM and schedule.chunk_size(shape) >= team, shape
-        n_resident = (team, team + 1, max(team, 2 * n_work))[number % 3]
-        check_resident(schedule, shape, 2, n_resident, q_per_kv=1 + number % 2)
+        n_resident = (team, team + 1, max(team, 3 * n_work))[few]
+        check_resident(schedule, shape, 3, n_resident, q_per_kv, head_group)
 
 
 @pytest.mark.parametrize("name, shape", [("shift", FULL), ("symmetric_shift", CAUSAL)])
@@ -88,22 +90,35 @@ def test_launch_ordered_schedules_need_one_cta(shape):
 
 
 @pytest.mark.parametrize("name", schedules.names())
-@pytest.mark.parametrize("n_head", [1, 3])
-def test_work_order(name, n_head):
+@pytest.mark.parametrize("n_head, head_group", [(1, 1), (5, 1), (5, 2), (5, 3), (5, 5)])
+def test_work_order(name, n_head, head_group):
     """Every work of every head once; heads keep the order of the schedule; teams stay together."""
     schedule = schedules.get(name)
     for shape in all_shapes(schedule.MASKS):
-        taken = [schedules.decode(schedule, shape, n_head, number)
-                 for number in range(schedules.total_work(schedule, shape, n_head))]
         n_work, chunk = schedule.num_work(shape), schedule.chunk_size(shape)
-        for head in range(n_head):
-            assert [work for h, work in taken if h == head] == list(range(n_work)), shape
-        for one, two in zip(taken, taken[1:], strict=False):
-            if one[1] // chunk == two[1] // chunk and one[0] == two[0]:
-                assert two[1] == one[1] + 1, (shape, one, two)
-        # All of a chunk of one head in a row, and chunk after chunk.
-        starts = [(work // chunk, head) for head, work in taken]
-        assert starts == sorted(starts), shape
+        wanted = sorted(itertools.product(range(n_head), range(n_work)),
+                        key=lambda place: (place[0] // head_group, place[1] // chunk, *place))
+        taken = [schedules.decode(schedule, shape, n_head, number, head_group)
+                 for number in range(schedules.total_work(schedule, shape, n_head))]
+        assert taken == wanted, shape
+        if head_group == n_head:  # the default
+            assert taken == [schedules.decode(schedule, shape, n_head, number)
+                             for number in range(len(taken))]
+
+
+@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("head_group", [1, 2, 3, 5])
+def test_teams_are_handed_out_in_a_row(name, head_group):
+    """Works of others in between would take the CTAs that the team waits for."""
+    schedule = schedules.get(name)
+    for shape in all_shapes(schedule.MASKS):
+        team = schedule.team_size(shape)
+        total = schedules.total_work(schedule, shape, 5)
+        number_of = {schedules.decode(schedule, shape, 5, number, head_group): number
+                     for number in range(total)}
+        for (head, work), number in number_of.items():
+            if work % team:
+                assert number == number_of[head, work - 1] + 1, (shape, head, work)
 
 
 @pytest.mark.parametrize("name", schedules.names())

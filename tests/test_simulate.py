@@ -49,11 +49,12 @@ TABLE = {
     (128, 16): ((2591.75, 2560, 2591.75, 1321.75, 1382.5, 1290, 1290),
                 (3135.5, 3072, 3135.5, 1611.5, 1659, 1548, 1548)),
 }
-# Which CTA does what: the counter is how hardware hands out CTAs, in the order of the schedule.
+# Which CTA does what: the counter is how hardware hands out CTAs, in the order of the schedule,
+# and one head after another (head_group 1) unless heads are cut into teams.
 # The causal baseline pins kv tile i to worker i, so that all heads wait for the long kv tile 0.
-RUNS = (("ascending", False, "counter"), ("shift", False, "counter"),
-        ("ascending", True, "round_robin"), ("descending", True, "counter"),
-        ("shortest_first", True, "counter"), ("symmetric_shift", True, "counter"))
+RUNS = (("ascending", False, "counter", 1), ("shift", False, "counter", None),
+        ("ascending", True, "round_robin", 1), ("descending", True, "counter", 1),
+        ("shortest_first", True, "counter", 1), ("symmetric_shift", True, "counter", None))
 
 
 def one_team_shift(n):
@@ -72,11 +73,11 @@ def one_team_shift(n):
 def test_table_of_makespans(n, m):
     """Every digit; they are sums of quarters, so exact in binary."""
     for add, (*makespans, bound) in zip((0.25, 0.5), TABLE[n, m], strict=True):
-        for (name, causal, assignment), makespan in zip(RUNS, makespans, strict=True):
+        for (name, causal, assignment, group), makespan in zip(RUNS, makespans, strict=True):
             # A single head that fills the GPU needs one team, here larger than the bound.
             schedule = one_team_shift(n) if (name, n, m) == ("shift", 128, 1) else name
             result = simulate(schedule, Shape.from_counts(n, n, causal), m, n, Costs(reduce=add),
-                              assignment=assignment)
+                              assignment=assignment, head_group=group)
             assert result.makespan == makespan, (name, causal, add)
             if causal:
                 assert result.work_bound == bound
@@ -86,6 +87,7 @@ def test_table_of_makespans(n, m):
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("m", [1, 2, 4])
 def test_closed_forms(n, stride, m):
+    """One head after another."""
     add = 0.25
     full = m * stride * n * (1 + add)  # every kv tile of every head, one after another
     skew = (n - 1) * add  # the queue at the first q tile, paid once
@@ -98,15 +100,25 @@ def test_closed_forms(n, stride, m):
                   stride * n * (1 + add) if m == 1 else full * (n + 1) / (2 * n) + skew}
     for (name, causal, assignment), makespan in wanted.items():
         shape = Shape.from_counts(stride * n, n, causal, stride)
-        result = simulate(name, shape, m, n, Costs(reduce=add), assignment=assignment)
+        result = simulate(name, shape, m, n, Costs(reduce=add), assignment=assignment,
+                          head_group=1)
         assert result.makespan == makespan, name
 
 
 def test_odd_number_of_heads():
     """The closed forms of the causal mask hold for even counts only."""
     shape = Shape.from_counts(8, 8, causal=True)
-    assert simulate("descending", shape, 5, 8).makespan == 32.5
-    assert simulate("symmetric_shift", shape, 5, 8).makespan == 33.75
+    assert simulate("descending", shape, 5, 8, head_group=1).makespan == 32.5
+    assert simulate("symmetric_shift", shape, 5, 8, head_group=1).makespan == 33.75
+
+
+@pytest.mark.parametrize("name", ["ascending", "descending", "shortest_first"])
+@pytest.mark.parametrize("head_group, queue", [(1, 3), (2, 1), (4, 0), (None, 0)])
+def test_heads_side_by_side_shorten_the_queue(name, head_group, queue):
+    """4 kv tiles of 4 heads on 4 CTAs, which queue only for those on the same head."""
+    result = simulate(name, Shape.from_counts(4, 4), 4, 4, Costs(1.0, 0.25),
+                      head_group=head_group)
+    assert result.makespan == 4 * 4 * 1.25 + queue * 0.25
 
 
 def test_one_hand_off_by_hand():
@@ -138,6 +150,7 @@ def test_team_cut_in_chunks_pays_for_a_late_second_team():
     shape = Shape.from_counts(128, 128)
     assert simulate("shift", shape, 1, 128).makespan == 317.75
     assert simulate("shift", shape, 2, 128).makespan == 320.0  # of two heads each: no loss
+    assert simulate("shift", shape, 2, 128, head_group=1).makespan == 317.75 + 160.0
 
 
 @pytest.mark.parametrize("name", schedules.names())
@@ -166,23 +179,26 @@ def test_times_of_a_run_fit_together(name, slots, writer):
 
 
 @given(name=st.sampled_from(schedules.names()), n_q=st.integers(1, 6), n_kv=st.integers(1, 6),
-       stride=st.integers(1, 2), n_head=st.integers(1, 3), extra=st.integers(0, 3),
+       stride=st.integers(1, 2), heads=st.sampled_from([(1, 1), (3, 1), (3, 2), (3, 3)]),
+       extra=st.integers(0, 3),
        times=st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(0, 3)),
        slots=st.integers(0, 3), writer=st.sampled_from(["serial", "pipelined"]),
        assignment=st.sampled_from(["counter", "round_robin"]))
 # Hung when a CTA took its next work with a part of the last still in a slot.
-@example(name="shift", n_q=1, n_kv=3, stride=1, n_head=3, extra=0, times=(1, 1, 0), slots=1,
+@example(name="shift", n_q=1, n_kv=3, stride=1, heads=(3, 3), extra=0, times=(1, 1, 0), slots=1,
          writer="serial", assignment="counter")
-def test_equals_a_clock(name, n_q, n_kv, stride, n_head, extra, times, slots, writer, assignment):
+def test_equals_a_clock(name, n_q, n_kv, stride, heads, extra, times, slots, writer, assignment):
     """The simulator has no clock; one that looks at every tick must see the same run."""
     schedule = schedules.get(name)
     shape = Shape.from_counts(n_q, n_kv, "causal" in schedule.MASKS, stride)
     costs = Costs(*times, slots, writer)
     n_worker = schedule.team_size(shape) + extra
-    result = simulate(schedule, shape, n_head, n_worker, costs, assignment=assignment)
+    n_head, head_group = heads
+    result = simulate(schedule, shape, n_head, n_worker, costs, assignment=assignment,
+                      head_group=head_group)
     if not result.deadlock:  # round robin may hang where the counter cannot
         assert sorted(result.steps) == naive_steps(schedule, shape, n_head, n_worker, costs,
-                                                   assignment)
+                                                   assignment, head_group)
     else:
         assert assignment == "round_robin"
 
@@ -211,6 +227,9 @@ def test_bad_arguments_are_refused():
             Costs(**wrong)
     with pytest.raises(InvalidInputError, match="n_worker=0"):
         simulate("shift", shape, 1, 0)
+    for wrong in (0, 4):
+        with pytest.raises(InvalidInputError, match=f"head_group={wrong}: must be 1 to n_head=3"):
+            simulate("shift", shape, 3, 2, head_group=wrong)
     with pytest.raises(InvalidInputError, match="counter, round_robin"):
         simulate("shift", shape, 1, 1, assignment="random")
     with pytest.raises(InvalidInputError, match="not defined for the causal mask"):

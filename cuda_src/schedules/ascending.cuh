@@ -1,7 +1,7 @@
 // ascending: every kv tile visits its q tiles from first to last; kv tiles add in ascending order.
 //
-// The plain order, and the baseline. With the full mask all kv tiles start on q tile 0 and queue
-// for it once: kv tile i runs i turns late from then on.
+// The plain order, and the baseline. With the full mask all kv tiles start on q tile 0. Those of a
+// head that start together queue for it once: each runs one turn later than the one before it.
 //
 //   $ python -m dashcupy schedule ascending --kv 4
 //   ascending: full mask, 4 q tiles, 4 kv tiles; cells are q tile.ticket
@@ -43,6 +43,6 @@ DC_FN int kv_tile(const Shape&, int work, int) { return work; }
 
 DC_FN int team_size(const Shape&) { return 1; }
 
-DC_FN int chunk_size(const Shape& shape) { return max_int(1, num_work(shape)); }
+DC_FN int chunk_size(const Shape&) { return 1; }
 
 }  // namespace schedule

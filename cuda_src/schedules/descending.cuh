@@ -1,7 +1,8 @@
 // descending: every kv tile visits its q tiles from last to first; kv tiles add in ascending order.
 //
-// For the causal mask: works start with the long kv tiles, which keeps the CTAs equally busy. All
-// kv tiles of a head start on the last q tile and queue for it once.
+// For the causal mask: works start with the long kv tiles of all heads, which keeps the CTAs
+// equally busy. All kv tiles start on the last q tile; those of a head that start together queue
+// for it once.
 //
 //   $ python -m dashcupy schedule descending --kv 4 --mask causal
 //   descending: causal mask, 4 q tiles, 4 kv tiles; cells are q tile.ticket
@@ -33,6 +34,6 @@ DC_FN int kv_tile(const Shape&, int work, int) { return work; }
 
 DC_FN int team_size(const Shape&) { return 1; }
 
-DC_FN int chunk_size(const Shape& shape) { return max_int(1, num_work(shape)); }
+DC_FN int chunk_size(const Shape&) { return 1; }
 
 }  // namespace schedule

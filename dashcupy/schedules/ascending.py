@@ -1,7 +1,7 @@
 """Every kv tile visits its q tiles from first to last; kv tiles add in ascending order.
 
-The plain order, and the baseline. With the full mask all kv tiles start on q tile 0 and queue for
-it once: kv tile i runs i turns late from then on.
+The plain order, and the baseline. With the full mask all kv tiles start on q tile 0. Those of a
+head that start together queue for it once: each runs one turn later than the one before it.
 """
 
 from __future__ import annotations
@@ -46,4 +46,4 @@ def team_size(shape: Shape) -> int:
 
 
 def chunk_size(shape: Shape) -> int:
-    return max(1, num_work(shape))
+    return 1

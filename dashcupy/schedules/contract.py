@@ -47,4 +47,8 @@ class Schedule(Protocol):
         """
 
     def chunk_size(self, shape: Shape) -> int:
-        """Works in a row, of one head, that are handed out together (see ``order``); >= 1."""
+        """Works in a row, of one head, that are handed out together (see ``order``).
+
+        At least ``team_size``. With 1 the heads of a group take turns, so that fewer CTAs are on
+        one head at a time, and queue for its sums.
+        """

@@ -1,7 +1,7 @@
 """Every kv tile visits its q tiles from last to first; kv tiles add in ascending order.
 
-For the causal mask: works start with the long kv tiles, which keeps the CTAs equally busy. All
-kv tiles of a head start on the last q tile and queue for it once.
+For the causal mask: works start with the long kv tiles of all heads, which keeps the CTAs equally
+busy. All kv tiles start on the last q tile; those of a head that start together queue for it once.
 """
 
 from __future__ import annotations
@@ -46,4 +46,4 @@ def team_size(shape: Shape) -> int:
 
 
 def chunk_size(shape: Shape) -> int:
-    return max(1, num_work(shape))
+    return 1

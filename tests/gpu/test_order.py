@@ -11,7 +11,8 @@ from .support import CAUSAL, DEVICE, SCHEDULED, Case, bits, torch
 
 pytestmark = pytest.mark.gpu
 
-Q_TILE, KV_TILE, N_HEAD = 64, 128, 3
+Q_TILE, KV_TILE, N_HEAD = 64, 128, 5
+HEAD_GROUPS = (1, 2, 3, N_HEAD)
 
 # One thread a shape writes all that the schedule says about it, in the order of `_expected`.
 _PROBE = """
@@ -45,11 +46,13 @@ extern "C" __global__ void probe(const int* shapes, const int* starts, int* to, 
     *to++ = size;
     for (int part = 0; part < size; ++part) *to++ = schedule::kv_tile(shape, work, part);
   }
-  for (int work = 0; work < n_head * schedule::num_work(shape); ++work) {
-    const schedule::HeadWork place = schedule::decode(shape, n_head, work);
-    *to++ = place.head;
-    *to++ = place.work;
-  }
+  const int head_groups[] = {1, 2, 3, n_head};
+  for (const int head_group : head_groups)
+    for (int number = 0; number < n_head * schedule::num_work(shape); ++number) {
+      const schedule::HeadWork place = schedule::decode(shape, n_head, head_group, number);
+      *to++ = place.head;
+      *to++ = place.work;
+    }
 }
 """
 
@@ -67,8 +70,9 @@ def _expected(schedule, shape: Shape) -> list[int]:
     for work in range(schedule.num_work(shape)):
         size = schedule.work_size(shape, work)
         found += [size, *(schedule.kv_tile(shape, work, part) for part in range(size))]
-    for work in range(schedules.total_work(schedule, shape, N_HEAD)):
-        found += schedules.decode(schedule, shape, N_HEAD, work)
+    for head_group in HEAD_GROUPS:
+        for number in range(schedules.total_work(schedule, shape, N_HEAD)):
+            found += schedules.decode(schedule, shape, N_HEAD, number, head_group)
     return found
 
 
