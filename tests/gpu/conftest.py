@@ -10,8 +10,9 @@ import pytest
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 # A kernel that hangs cannot be interrupted from Python, so the process ends itself and says where.
-# Under pytest-xdist that costs one worker, and the run goes on.
-LIMIT_S = 90
+# Under pytest-xdist that costs one worker, and the run goes on. A test that starts processes of its
+# own asks for more with `support.limit`.
+LIMIT_S = 45
 
 
 @pytest.fixture(scope="session")
@@ -24,9 +25,10 @@ def real_stderr(request):
 
 
 @pytest.fixture(autouse=True)
-def bounded_time(real_stderr):
-    """End the process with a traceback when a test takes longer than ``LIMIT_S``."""
-    faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=real_stderr)
+def bounded_time(request, real_stderr):
+    """End the process with a traceback when a test takes longer than it may."""
+    limit_s = getattr(request.function, "limit_s", LIMIT_S)
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=real_stderr)
     yield
     faulthandler.cancel_dump_traceback_later()
 

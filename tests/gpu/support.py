@@ -23,6 +23,7 @@ CAUSAL = {"full": False, "causal": True, "causal_top_left": "top_left"}
 SCHEDULED = [(name, mask) for name in schedules.names() for mask in ("full", "causal")
              if schedules.supports(name, mask)]
 NAMES = truth.NAMES
+PROCESS_LIMIT_S = 80  # most of it: importing torch and CuPy, compiling
 
 
 @dataclass(frozen=True)
@@ -140,15 +141,23 @@ def digests(case: Case) -> list[str]:
     return found
 
 
-def in_new_process(code: str, limit_s: float = 75, **environment: str) -> str:
+def limit(seconds: float):
+    """Decorator: this test may take as long as that before it counts as hanging."""
+    def mark(test):
+        test.limit_s = seconds
+        return test
+    return mark
+
+
+def in_new_process(code: str, **environment: str) -> str:
     """Standard output of Python code in a fresh process that can import dashcupy and this package.
 
-    Fails with the process's own words when it fails or takes longer than ``limit_s`` seconds.
+    Fails with the process's own words when it fails or takes longer than ``PROCESS_LIMIT_S``.
     """
     folders = [str(Path(dashcupy.__file__).resolve().parent.parent), str(TESTS),
                os.environ.get("PYTHONPATH", "")]
     variables = os.environ | environment | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
     done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True,
-                          text=True, timeout=limit_s)
+                          text=True, timeout=PROCESS_LIMIT_S)
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stderr[-4000:]}"
     return done.stdout

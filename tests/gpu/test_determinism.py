@@ -11,6 +11,7 @@ from .support import (
     CAUSAL,
     DEVICE,
     NAMES,
+    PROCESS_LIMIT_S,
     SCHEDULED,
     Case,
     backward,
@@ -20,6 +21,7 @@ from .support import (
     digests,
     expect_same_bits,
     in_new_process,
+    limit,
     run,
     torch,
 )
@@ -89,6 +91,7 @@ def test_repeats_under_load(schedule, mask):
     torch.cuda.synchronize()
 
 
+@limit(PROCESS_LIMIT_S + 20)
 def test_another_process():
     # Addresses, allocation order, the state of caches: anything that lives as long as a process.
     here = digests(RACY)
@@ -162,7 +165,7 @@ def test_schedules_are_told_apart():
         names = [name for name, of in SCHEDULED if of == mask]
         dq, order = {}, {}
         for name in names:
-            case = RACY.replace(schedule=name, mask=mask, batch=1)
+            case = RACY.replace(schedule=name, mask=mask)
             inputs = case.draw()
             dq[name] = bits(run(case, inputs)["dq"])
             plan = dashcupy.attention_plan(*(inputs[x] for x in "qkv"), causal=CAUSAL[mask],
