@@ -60,12 +60,12 @@ class Case:
                 "v": randn(k, self.factor), "dout": randn(q, 1.0)}
 
 
-def run(case: Case, inputs: dict, **options) -> dict[str, torch.Tensor]:
+def run(case: Case, inputs: dict) -> dict[str, torch.Tensor]:
     """Forward, then backward with its results: ``out, lse, dq, dk, dv``."""
     q, k, v, dout = (inputs[name] for name in ("q", "k", "v", "dout"))
     causal = CAUSAL[case.mask]
-    out, lse = dashcupy.attention(q, k, v, causal=causal, return_lse=True, **options)
-    return dict(zip(NAMES, (out, lse, *backward(case, inputs, out, lse, **options))))
+    out, lse = dashcupy.attention(q, k, v, causal=causal, return_lse=True)
+    return dict(zip(NAMES, (out, lse, *backward(case, inputs, out, lse))))
 
 
 def backward(case: Case, inputs: dict, out, lse, **options) -> tuple:
