@@ -17,7 +17,7 @@
 constexpr int N_THREAD = 256;
 constexpr int LANES = DC_HEAD_DIM_PAD <= 32 ? 4 : DC_HEAD_DIM_PAD <= 64 ? 8 : 16;
 constexpr int ROWS_PER_PASS = N_THREAD / LANES;
-static_assert(DC_PARAMS_BYTES == sizeof(BackwardParams), "launch.py packs another struct");
+static_assert(DC_PARAMS_BYTES == sizeof(BackwardParams), "params.py packs another struct");
 static_assert(DC_HEAD_DIM % 8 == 0 && DC_HEAD_DIM <= LANES * 8, "8 elements a lane");
 static_assert(DC_Q_TILE % ROWS_PER_PASS == 0, "whole passes");
 

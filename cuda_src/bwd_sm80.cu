@@ -28,7 +28,9 @@
 #include "tile/mask.cuh"
 #include "tile/turnstile.cuh"
 
-static_assert(DC_PARAMS_BYTES == sizeof(BackwardParams), "launch.py packs another struct");
+static_assert(DC_PARAMS_BYTES == sizeof(BackwardParams), "params.py packs another struct");
+// Pieces that S and dP load ahead; where scores take twice the registers there is room for one.
+constexpr int SCORE_DEPTH = Q_TILE * KV_TILE > 64 * 128 ? 1 : 2;
 constexpr int TURN_WAITER = 0, TURN_RELEASER = WARP_SIZE;
 
 // What stays the same for one kv tile.
@@ -70,54 +72,44 @@ DC_FN void load_row_values(SharedStorage& smem, const BackwardParams& params, i6
     cp_async_16(smem_address(&smem.delta[t % 2][4 * i]), params.delta + at, true);
 }
 
-// S -> P in place, hidden keys to 0, and P as elements to smem.p.
-DC_FN void softmax(ScoreGrid::Acc& s, SharedStorage& smem, const Mask& mask, const KvTile& kv,
-                   int q_row0, float scale_log2, int t, int warp, int lane) {
-  const bool cut = mask.cuts(q_row0, kv.row0, KV_TILE);
+// Scores of hidden keys to -inf: selected away before exp2, for a hidden key may score anything and
+// exp2 of it overflow.
+DC_FN void hide_keys(ScoreGrid::Acc& s, const Mask& mask, const KvTile& kv, int q_row0, int warp,
+                     int lane) {
 #pragma unroll
   for (int m = 0; m < ScoreGrid::m_tiles; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = ScoreGrid::row0(warp) + 16 * m + 8 * half + lane / 4;
-      const float lse_log2 = smem.lse_log2[t % 2][row];
-      if (cut) {
-        // Selected away before exp2: a hidden key may score anything, and exp2 of it overflow.
-        const int key_end = mask.key_end(q_row0 + row) - kv.row0;
+      const int row = q_row0 + ScoreGrid::row0(warp) + 16 * m + 8 * half + lane / 4;
+      const int column_end = mask.key_end(row) - kv.row0 - ScoreGrid::column0(warp) - 2 * (lane % 4);
 #pragma unroll
-        for (int n = 0; n < ScoreGrid::n_tiles; ++n)
+      for (int n = 0; n < ScoreGrid::n_tiles; ++n)
 #pragma unroll
-          for (int e = 0; e < 2; ++e)
-            if (ScoreGrid::column0(warp) + 8 * n + 2 * (lane % 4) + e >= key_end)
-              s.d[m][n][2 * half + e] = -infinity();
-      }
-#pragma unroll
-      for (int n = 0; n < ScoreGrid::n_tiles; ++n) {
-        float(&d)[4] = s.d[m][n];
-        d[2 * half] = exp2_approx(fmaf(d[2 * half], scale_log2, -lse_log2));
-        d[2 * half + 1] = exp2_approx(fmaf(d[2 * half + 1], scale_log2, -lse_log2));
-        const u32 to = smem.p.address(row, ScoreGrid::column0(warp) + 8 * n + 2 * (lane % 4));
-        st_shared(to, pack(d[2 * half], d[2 * half + 1]));
-      }
+        for (int e = 0; e < 2; ++e)
+          if (8 * n + e >= column_end) s.d[m][n][2 * half + e] = -infinity();
     }
 }
 
-// dS = P (dP - delta) as elements to smem.ds.
-DC_FN void score_gradient(const ScoreGrid::Acc& p, const ScoreGrid::Acc& dp, SharedStorage& smem,
-                          int t, int warp, int lane) {
+// Values of the rows that a lane holds of a score tile.
+struct RowValues {
+  float value[ScoreGrid::m_tiles][2];
+
+  DC_FN RowValues(const float* smem_rows, int warp, int lane) {
 #pragma unroll
-  for (int m = 0; m < ScoreGrid::m_tiles; ++m)
+    for (int m = 0; m < ScoreGrid::m_tiles; ++m)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = ScoreGrid::row0(warp) + 16 * m + 8 * half + lane / 4;
-      const float delta = smem.delta[t % 2][row];
+      for (int half = 0; half < 2; ++half)
+        value[m][half] = smem_rows[ScoreGrid::row0(warp) + 16 * m + 8 * half + lane / 4];
+  }
+};
+
+// Calls body(m, n) for the 16 x 8 pieces of a score tile that belong to step `step` of `n_step`.
+template <class Body>
+DC_FN void score_pieces(int step, int n_step, const Body& body) {
+  constexpr int n_piece = ScoreGrid::m_tiles * ScoreGrid::n_tiles;
 #pragma unroll
-      for (int n = 0; n < ScoreGrid::n_tiles; ++n) {
-        const float lo = p.d[m][n][2 * half] * (dp.d[m][n][2 * half] - delta);
-        const float hi = p.d[m][n][2 * half + 1] * (dp.d[m][n][2 * half + 1] - delta);
-        const u32 to = smem.ds.address(row, ScoreGrid::column0(warp) + 8 * n + 2 * (lane % 4));
-        st_shared(to, pack(lo, hi));
-      }
-    }
+  for (int i = 0; i < n_piece; ++i)
+    if (i * n_step / n_piece == step) body(i / ScoreGrid::n_tiles, i % ScoreGrid::n_tiles);
 }
 
 // Writes scale * acc to rows [row0, row_end) of gmem; rows of the tile start at row0.
@@ -178,31 +170,60 @@ DC_FN void visit_kv_tile(SharedStorage& smem, const BackwardParams& params, cons
     const i64 tile_index = q_tile_index(params, kv.batch, q_head, n_q, step.q_tile);
     u32* semaphore = params.dq_semaphore + tile_index * DC_SEMAPHORE_STRIDE;
     bool granted = step.ticket == 0;
-    if (threadIdx.x == TURN_WAITER && !granted) granted = turnstile_ready(semaphore, step.ticket);
 
     const bool more = t + 1 < total;
     const Step next = smem.steps[(t + 1) % STEP_RING];
     const int next_head = kv.kv_head * q_per_kv + next.q_head;
-    if (more) {
-      if (DC_Q_STAGES == 2) load_q(smem, params, mask, kv, next_head, next.q_tile, t + 1);
-      if (DC_DO_STAGES == 2) load_dout(smem, params, mask, kv, next_head, next.q_tile, t + 1);
-      load_row_values(smem, params,
-                      q_tile_index(params, kv.batch, next_head, n_q, next.q_tile), t + 1);
-    }
-    cp_async_commit();
+    // Between the steps of S, so that address arithmetic runs beside the product.
+    const auto start_next = [&](int k) {
+      if (k == 0 && threadIdx.x == TURN_WAITER && !granted)
+        granted = turnstile_ready(semaphore, step.ticket);
+      if (k == 0 && more && DC_Q_STAGES == 2)
+        load_q(smem, params, mask, kv, next_head, next.q_tile, t + 1);
+      if (k == 1 && more) {
+        if (DC_DO_STAGES == 2) load_dout(smem, params, mask, kv, next_head, next.q_tile, t + 1);
+        load_row_values(smem, params,
+                        q_tile_index(params, kv.batch, next_head, n_q, next.q_tile), t + 1);
+      }
+      if (k == 1) cp_async_commit();
+    };
 
     const auto& q = smem.q[t % DC_Q_STAGES];
     const auto& dout = smem.dout[t % DC_DO_STAGES];
     {
       ScoreGrid::Acc s, dp;
       s.clear();
-      gemm<Stored::MN_ROWS, Stored::MN_ROWS, HEAD_PAD>(s, q, ScoreGrid::row0(warp), smem.k,
-                                                       ScoreGrid::column0(warp), lane);
-      softmax(s, smem, mask, kv, step.q_tile * Q_TILE, params.scale_log2, t, warp, lane);
+      gemm<Stored::MN_ROWS, Stored::MN_ROWS, HEAD_PAD, SCORE_DEPTH>(
+          s, q, ScoreGrid::row0(warp), smem.k, ScoreGrid::column0(warp), lane, start_next);
+      if (mask.cuts(step.q_tile * Q_TILE, kv.row0, KV_TILE))
+        hide_keys(s, mask, kv, step.q_tile * Q_TILE, warp, lane);
+
+      const u32 lane_at = (ScoreGrid::row0(warp) + lane / 4) * smem.p.row_bytes +
+                          (ScoreGrid::column0(warp) + 2 * (lane % 4)) * int(sizeof(Element));
+      const u32 p_at = smem.p.address(0, 0) + lane_at, ds_at = smem.ds.address(0, 0) + lane_at;
+      const RowValues lse_log2(smem.lse_log2[t % 2], warp, lane);
+      const auto softmax = [&](int m, int n) {  // S -> P, in place and as elements to smem.p
+        float(&d)[4] = s.d[m][n];
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          d[e] = exp2_approx(fmaf(d[e], params.scale_log2, -lse_log2.value[m][e / 2]));
+        st_shared(p_at + 16 * m * smem.p.row_bytes + 16 * n, pack(d[0], d[1]));
+        st_shared(p_at + (16 * m + 8) * smem.p.row_bytes + 16 * n, pack(d[2], d[3]));
+      };
+      // exp2 goes to another pipe than the product: a piece of it between the steps of dP.
       dp.clear();
-      gemm<Stored::MN_ROWS, Stored::MN_ROWS, HEAD_PAD>(dp, dout, ScoreGrid::row0(warp), smem.v,
-                                                       ScoreGrid::column0(warp), lane);
-      score_gradient(s, dp, smem, t, warp, lane);
+      gemm<Stored::MN_ROWS, Stored::MN_ROWS, HEAD_PAD, SCORE_DEPTH>(
+          dp, dout, ScoreGrid::row0(warp), smem.v, ScoreGrid::column0(warp), lane,
+          [&](int k) { score_pieces(k, HEAD_PAD / 16, softmax); });
+
+      const RowValues delta(smem.delta[t % 2], warp, lane);
+      score_pieces(0, 1, [&](int m, int n) {  // dS = P (dP - delta) as elements to smem.ds
+        float ds[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) ds[e] = s.d[m][n][e] * (dp.d[m][n][e] - delta.value[m][e / 2]);
+        st_shared(ds_at + 16 * m * smem.ds.row_bytes + 16 * n, pack(ds[0], ds[1]));
+        st_shared(ds_at + (16 * m + 8) * smem.ds.row_bytes + 16 * n, pack(ds[2], ds[3]));
+      });
     }
     if (threadIdx.x == TURN_WAITER && !granted)
       turnstile_wait(semaphore, Turn{kv.batch * params.n_q_head + q_head, kv.tile, step.q_tile,
@@ -224,11 +245,11 @@ DC_FN void visit_kv_tile(SharedStorage& smem, const BackwardParams& params, cons
     } else {
       before.clear();
     }
-    gemm<Stored::K_ROWS, Stored::K_ROWS, Q_TILE>(dv, smem.p, KvGrid::row0(warp), dout,
+    gemm<Stored::K_ROWS, Stored::K_ROWS, Q_TILE, 1>(dv, smem.p, KvGrid::row0(warp), dout,
                                                  KvGrid::column0(warp), lane);
     DqGrid::Acc dq;
     dq.clear();
-    gemm<Stored::MN_ROWS, Stored::K_ROWS, KV_TILE>(dq, smem.ds, DqGrid::row0(warp), smem.k,
+    gemm<Stored::MN_ROWS, Stored::K_ROWS, KV_TILE, 1>(dq, smem.ds, DqGrid::row0(warp), smem.k,
                                                    DqGrid::column0(warp), lane);
 #pragma unroll
     for (int m = 0; m < DqGrid::m_tiles; ++m)
@@ -256,7 +277,7 @@ DC_FN void visit_kv_tile(SharedStorage& smem, const BackwardParams& params, cons
       if (more) load_dout(smem, params, mask, kv, next_head, next.q_tile, t + 1);
       cp_async_commit();
     }
-    gemm<Stored::K_ROWS, Stored::K_ROWS, Q_TILE>(dk, smem.ds, KvGrid::row0(warp), q,
+    gemm<Stored::K_ROWS, Stored::K_ROWS, Q_TILE, 1>(dk, smem.ds, KvGrid::row0(warp), q,
                                                  KvGrid::column0(warp), lane);
     if (DC_Q_STAGES == 1) {
       __syncthreads();  // [q]
@@ -292,7 +313,8 @@ extern "C" __global__ void __launch_bounds__(N_THREAD, 1)
     if (threadIdx.x == 0) smem.work = int(atomicAdd(params.work_counter, 1u));
     __syncthreads();
     if (smem.work >= total_work) return;
-    const schedule::HeadWork place = schedule::decode(shape, n_head, smem.work);
+    const schedule::HeadWork place = 
+        schedule::decode(shape, n_head, params.head_group, smem.work);
     const int n_part = schedule::work_size(shape, place.work);
     for (int part = 0; part < n_part; ++part) {
       KvTile kv;

@@ -1,4 +1,4 @@
-// What the host passes to each kernel: one struct by value. dashcupy/launch.py packs the same fields
+// What the host passes to each kernel: one struct by value. dashcupy/params.py packs the same fields
 // in the same order and says the sizes it counted (DC_PARAMS_BYTES), so that a drift fails to build.
 #pragma once
 #include "element.cuh"
@@ -44,7 +44,9 @@ struct BackwardParams {
   int batch, n_q_head, n_kv_head, q_len, kv_len;
   int mask_offset;
   float scale, scale_log2;
+  int head_group;  // kv heads whose works are handed out together; changes no bits
+  int reserved;
 };
 
 static_assert(DC_PARAMS_BYTES == sizeof(ForwardParams) || DC_PARAMS_BYTES == sizeof(BackwardParams),
-              "launch.py packs another struct");
+              "params.py packs another struct");

@@ -16,9 +16,11 @@ struct SmemTile {
 
   Element data[ROWS * row_elements];
 
-  DC_FN u32 address(int row, int column) const {
-    return smem_address(data) + row * row_bytes + column * int(sizeof(Element));
+  // Bytes from the tile's first element.
+  DC_FN static constexpr u32 offset(int row, int column) {
+    return u32(row * row_bytes + column * int(sizeof(Element)));
   }
+  DC_FN u32 address(int row, int column) const { return smem_address(data) + offset(row, column); }
 };
 
 // Eight neighbouring elements of a row in global memory (the first at a multiple of 8).
@@ -42,14 +44,21 @@ DC_FN void load_tile(Tile& tile, const Element* gmem, i64 row_stride, int row0, 
                      int row_end) {
   constexpr int n_chunk = Tile::n_column / 8;
   constexpr int n_copy = Tile::n_row * n_chunk;
+  // With whole rows a pass, a thread keeps its column and steps down by pass_rows.
+  constexpr bool whole_rows = N_THREAD % n_chunk == 0;
+  constexpr int pass_rows = N_THREAD / n_chunk;
+  const int first_row = threadIdx.x / n_chunk, first_column = threadIdx.x % n_chunk * 8;
+  const Element* first = gmem + (row0 + first_row) * row_stride + first_column;
 #pragma unroll
   for (int i = 0; i < ceil_div(n_copy, N_THREAD); ++i) {
     const int copy = threadIdx.x + i * N_THREAD;
     if (n_copy % N_THREAD != 0 && copy >= n_copy) break;
-    const int row = copy / n_chunk, column = copy % n_chunk * 8;
+    const int row = whole_rows ? first_row + i * pass_rows : copy / n_chunk;
+    const int column = whole_rows ? first_column : copy % n_chunk * 8;
     const int gmem_row = row0 + row;
     const bool valid = gmem_row >= row_begin && gmem_row < row_end && column < DC_HEAD_DIM;
-    const Element* from = gmem + (valid ? gmem_row * row_stride + column : i64(0));
+    const Element* from = whole_rows ? first + i * pass_rows * row_stride
+                                     : gmem + gmem_row * row_stride + column;
     const u32 to = tile.address(row, column);
 #if DC_ALIGNED
     cp_async_16(to, from, valid);
@@ -68,5 +77,17 @@ DC_FN void store_pair(Element* gmem, u32 pair) {
 #else
   gmem[0] = Element(pair & 0xffffu);
   gmem[1] = Element(pair >> 16);
+#endif
+}
+
+// Eight neighbouring elements of a tile to gmem (column a multiple of 8).
+template <class Tile>
+DC_FN void store_chunk(Element* gmem, const Tile& tile, int row, int column) {
+  const Element* from = &tile.data[row * Tile::row_elements + column];
+#if DC_ALIGNED
+  *reinterpret_cast<uint4*>(gmem) = *reinterpret_cast<const uint4*>(from);
+#else
+#pragma unroll
+  for (int i = 0; i < 8; ++i) gmem[i] = from[i];
 #endif
 }
