@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import driver
+from . import cpu, driver
 from .config import Target
 from .errors import DashcupyError, DeviceError, UnsupportedError
 from .nvrtc import MIN_CAPABILITY
@@ -26,7 +26,7 @@ class Place:
     target
         What `dashcupy.plan.make_plan` calls it.
     title, why
-        For a person.
+        For a person; on the CPU the title names the arithmetic that bits depend on there.
     put, get
         From a NumPy array to an array there, and back (waits for the result).
     """
@@ -58,7 +58,7 @@ def choose_place(device: str = "auto") -> Place:
 
 
 def _cpu(why: str) -> Place:
-    return Place("cpu", "cpu", f"CPU, NumPy {np.__version__}", why, lambda x: x, np.asarray)
+    return Place("cpu", "cpu", f"CPU, {cpu.arithmetic_id()}", why, lambda x: x, np.asarray)
 
 
 def _gpu() -> Place:
