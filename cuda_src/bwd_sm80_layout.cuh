@@ -1,5 +1,6 @@
 // bwd_sm80: how tiles are cut over warps, what lies in shared memory, and the list of steps.
 #pragma once
+#include "params.cuh"
 #include "schedules/contract.cuh"
 #include DC_SCHEDULE
 #include "tile/gemm.cuh"
@@ -35,6 +36,17 @@ struct Step {
 };
 constexpr int STEP_RING = N_THREAD;  // half of it is refilled at a time
 
+// What stays the same for one kv tile. Kept in shared memory and read where it is used: over the
+// main loop there is no register left for it.
+struct KvTile {
+  int batch, kv_head, tile;
+  int q_head0;  // first q head of the group
+  int row0;     // first key
+  int row_end;  // keys from here on are not seen by any row, or do not exist
+  int n_step;   // steps of one q head
+  int total;    // steps of all q heads of the group
+};
+
 struct SharedStorage {
   SmemTile<KV_TILE, HEAD_PAD> k, v;
   SmemTile<Q_TILE, HEAD_PAD> q[DC_Q_STAGES];
@@ -42,21 +54,24 @@ struct SharedStorage {
   SmemTile<Q_TILE, KV_TILE> p, ds;
   float lse_log2[2][Q_TILE], delta[2][Q_TILE];
   Step steps[STEP_RING];
+  KvTile kv;
   int work;
 };
-static_assert(sizeof(SharedStorage) <= DC_SMEM_BYTES && DC_SMEM_BYTES < sizeof(SharedStorage) + 128,
-              "config.py counts another size of shared memory");
+static_assert(sizeof(SharedStorage) == DC_SMEM_BYTES, "config.py counts another size");
 
 // Writes entries [first, first + N_THREAD or half) of the list of steps into the ring, one thread an
 // entry: order and ticket come from the schedule, and their divisions stay out of the main loop.
-DC_FN void fill_steps(Step* ring, const schedule::Shape& shape, int kv_tile, int n_step, int total, int first,
-                      int count) {
-  const int index = first + threadIdx.x;
-  if (int(threadIdx.x) >= count || index >= total) return;
+DC_FN void fill_steps(SharedStorage& smem, const BackwardParams& params, int first, int count) {
+  const KvTile& kv = smem.kv;
+  int index = first + threadIdx.x;
+  if (int(threadIdx.x) >= count || index >= kv.total) return;
+  int q_len = params.q_len;
+  compute_late(q_len);
+  const schedule::Shape shape = schedule::make_shape(q_len, params.kv_len, params.mask_offset);
   Step step;
-  step.q_head = index / n_step;
-  step.q_tile = schedule::q_tile(shape, kv_tile, index - step.q_head * n_step);
-  step.ticket = u32(schedule::ticket(shape, kv_tile, step.q_tile));
+  step.q_head = index / kv.n_step;
+  step.q_tile = schedule::q_tile(shape, kv.tile, index - step.q_head * kv.n_step);
+  step.ticket = u32(schedule::ticket(shape, kv.tile, step.q_tile));
   step.is_last = int(step.ticket) == schedule::num_contributors(shape, step.q_tile) - 1;
-  ring[index % STEP_RING] = step;
+  smem.steps[index % STEP_RING] = step;
 }
