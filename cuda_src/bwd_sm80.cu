@@ -31,42 +31,29 @@
 static_assert(DC_PARAMS_BYTES == sizeof(BackwardParams), "params.py packs another struct");
 // dP in passes of at most 32 columns a warp: S and all of dP do not fit in registers otherwise.
 constexpr int PASS_TILES = min_int(ScoreGrid::n_tiles, 4), N_PASS = ScoreGrid::n_tiles / PASS_TILES;
-constexpr int DP_DEPTH = 2;
 constexpr int TURN_WAITER = 0, TURN_RELEASER = WARP_SIZE;
 
 DC_FN const Element* head_of(const Element* p, const Strides& strides, int batch, int head) {
   return p + batch * strides.batch + head * strides.head;
 }
 
-// Place of a step's q tile among all q tiles of all q heads.
-DC_FN i64 tile_index(const BackwardParams& params, const KvTile& kv, const Step& step) {
-  const i64 sequence = i64(kv.batch) * params.n_q_head + kv.q_head0 + step.q_head;
-  return sequence * ceil_div(params.q_len, Q_TILE) + step.q_tile;
+DC_FN void load_q(SharedStorage& smem, const BackwardParams& params, const Mask& mask, int t) {
+  const Step step = smem.steps[t % STEP_RING];
+  load_tile<N_THREAD>(smem.q[t % DC_Q_STAGES], params.q + step.q_at, params.q_strides.row,
+                      mask.first_row() - step.row0, params.q_len - step.row0);
 }
 
-DC_FN void load_q(SharedStorage& smem, const BackwardParams& params, const Mask& mask,
-                  int t) {
-  const KvTile& kv = smem.kv;
+DC_FN void load_dout(SharedStorage& smem, const BackwardParams& params, const Mask& mask, int t) {
   const Step step = smem.steps[t % STEP_RING];
-  load_tile<N_THREAD>(smem.q[t % DC_Q_STAGES],
-                      head_of(params.q, params.q_strides, kv.batch, kv.q_head0 + step.q_head),
-                      params.q_strides.row, step.q_tile * Q_TILE, mask.first_row(), params.q_len);
-}
-
-DC_FN void load_dout(SharedStorage& smem, const BackwardParams& params, const Mask& mask,
-                     int t) {
-  const KvTile& kv = smem.kv;
-  const Step step = smem.steps[t % STEP_RING];
-  load_tile<N_THREAD>(
-      smem.dout[t % DC_DO_STAGES],
-      head_of(params.dout, params.dout_strides, kv.batch, kv.q_head0 + step.q_head),
-      params.dout_strides.row, step.q_tile * Q_TILE, mask.first_row(), params.q_len);
+  load_tile<N_THREAD>(smem.dout[t % DC_DO_STAGES], params.dout + step.dout_at,
+                      params.dout_strides.row, mask.first_row() - step.row0,
+                      params.q_len - step.row0);
 }
 
 DC_FN void load_row_values(SharedStorage& smem, const BackwardParams& params, int t) {
   constexpr int n_copy = Q_TILE / 4;
   const int i = threadIdx.x % n_copy;
-  const i64 at = tile_index(params, smem.kv, smem.steps[t % STEP_RING]) * Q_TILE + 4 * i;
+  const i64 at = i64(smem.steps[t % STEP_RING].tile) * Q_TILE + 4 * i;
   if (threadIdx.x < n_copy)
     cp_async_16(smem_address(&smem.lse_log2[t % 2][4 * i]), params.lse_log2 + at, true);
   else if (threadIdx.x < 2 * n_copy)
@@ -75,14 +62,13 @@ DC_FN void load_row_values(SharedStorage& smem, const BackwardParams& params, in
 
 // Scores of hidden keys to -inf: selected away before exp2, for a hidden key may score anything and
 // exp2 of it overflow.
-DC_FN void hide_keys(ScoreGrid::Acc& s, const Mask& mask, const KvTile& kv, int q_row0, int warp,
-                     int lane) {
+DC_FN void hide_keys(ScoreGrid::Acc& s, const Mask& mask, int q_row0, int key0, int warp, int lane) {
 #pragma unroll
   for (int m = 0; m < ScoreGrid::m_tiles; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = q_row0 + ScoreGrid::row0(warp) + 16 * m + 8 * half + lane / 4;
-      const int column_end = mask.key_end(row) - kv.row0 - ScoreGrid::column0(warp) - 2 * (lane % 4);
+      const int column_end = mask.key_end(row) - key0 - ScoreGrid::column0(warp) - 2 * (lane % 4);
 #pragma unroll
       for (int n = 0; n < ScoreGrid::n_tiles; ++n)
 #pragma unroll
@@ -136,22 +122,23 @@ DC_FN void store_result(const typename Grid::Acc& acc, Element* gmem, i64 row_st
 DC_FN void visit_kv_tile(SharedStorage& smem, const BackwardParams& params, int warp, int lane) {
   const Mask mask{params.q_len, params.kv_len, params.mask_offset};
   const KvTile& kv = smem.kv;
-  // Steps are read again where they are needed, not kept: registers are short.
+  const int total = kv.total, key0 = kv.row0;
   const auto semaphore_of = [&](int t) {
-    return params.dq_semaphore +
-           tile_index(params, kv, smem.steps[t % STEP_RING]) * DC_SEMAPHORE_STRIDE;
+    return params.dq_semaphore + i64(smem.steps[t % STEP_RING].tile) * DC_SEMAPHORE_STRIDE;
   };
   KvGrid::Acc dk, dv;
   dk.clear();
   dv.clear();
   bool turn_is_open = false;  // the next barrier lets us end the turn of the step before
 
-  if (kv.total > 0) {
+  if (total > 0) {
     fill_steps(smem, params, 0, STEP_RING);
-    load_tile<N_THREAD>(smem.k, head_of(params.k, params.k_strides, kv.batch, kv.kv_head),
-                        params.k_strides.row, kv.row0, 0, kv.row_end);
-    load_tile<N_THREAD>(smem.v, head_of(params.v, params.v_strides, kv.batch, kv.kv_head),
-                        params.v_strides.row, kv.row0, 0, kv.row_end);
+    load_tile<N_THREAD>(smem.k, head_of(params.k, params.k_strides, kv.batch, kv.kv_head) +
+                                    kv.row0 * params.k_strides.row,
+                        params.k_strides.row, 0, kv.row_end - kv.row0);
+    load_tile<N_THREAD>(smem.v, head_of(params.v, params.v_strides, kv.batch, kv.kv_head) +
+                                    kv.row0 * params.v_strides.row,
+                        params.v_strides.row, 0, kv.row_end - kv.row0);
     __syncthreads();
     load_q(smem, params, mask, 0);
     load_dout(smem, params, mask, 0);
@@ -160,7 +147,7 @@ DC_FN void visit_kv_tile(SharedStorage& smem, const BackwardParams& params, int 
   }
 
 #pragma unroll 1
-  for (int t = 0; t < kv.total; ++t) {
+  for (int t = 0; t < total; ++t) {
     cp_async_wait<0>();
     __syncthreads();  // [ready]
     if (turn_is_open && threadIdx.x == TURN_RELEASER) turnstile_release(semaphore_of(t - 1));
@@ -170,7 +157,7 @@ DC_FN void visit_kv_tile(SharedStorage& smem, const BackwardParams& params, int 
     bool granted = smem.steps[t % STEP_RING].ticket == 0;
     // Between the steps of S, so that address arithmetic runs beside the product.
     const auto start_next = [&](int k) {
-      const bool more = t + 1 < kv.total;
+      const bool more = t + 1 < total;
       if (k == 0 && threadIdx.x == TURN_WAITER && !granted)
         granted = turnstile_ready(semaphore_of(t), smem.steps[t % STEP_RING].ticket);
       if (k == 0 && more && DC_Q_STAGES == 2) load_q(smem, params, mask, t + 1);
@@ -189,8 +176,8 @@ DC_FN void visit_kv_tile(SharedStorage& smem, const BackwardParams& params, int 
       s.clear();
       gemm<Stored::MN_ROWS, Stored::MN_ROWS, HEAD_PAD, 2>(
           s, q, ScoreGrid::row0(warp), smem.k, ScoreGrid::column0(warp), lane, start_next);
-      const int q_row0 = smem.steps[t % STEP_RING].q_tile * Q_TILE;
-      if (mask.cuts(q_row0, kv.row0, KV_TILE)) hide_keys(s, mask, kv, q_row0, warp, lane);
+      const int q_row0 = smem.steps[t % STEP_RING].row0;
+      if (mask.cuts(q_row0, key0, KV_TILE)) hide_keys(s, mask, q_row0, key0, warp, lane);
 
       const u32 lane_at = (ScoreGrid::row0(warp) + lane / 4) * smem.p.row_bytes +
                           (ScoreGrid::column0(warp) + 2 * (lane % 4)) * int(sizeof(Element));
@@ -220,7 +207,7 @@ DC_FN void visit_kv_tile(SharedStorage& smem, const BackwardParams& params, int 
 #pragma unroll
       for (int pass = 0; pass < N_PASS; ++pass) {
         dp[pass].clear();
-        gemm<Stored::MN_ROWS, Stored::MN_ROWS, HEAD_PAD, DP_DEPTH>(
+        gemm<Stored::MN_ROWS, Stored::MN_ROWS, HEAD_PAD, 2>(
             dp[pass], dout, ScoreGrid::row0(warp), smem.v,
             ScoreGrid::column0(warp) + 8 * PASS_TILES * pass, lane, [&](int k) {
               score_pieces(k, n_k, [&](int m, int n) { softmax(m, pass * PASS_TILES + n); });
@@ -232,14 +219,15 @@ DC_FN void visit_kv_tile(SharedStorage& smem, const BackwardParams& params, int 
     }
     if (threadIdx.x == TURN_WAITER && !granted) {
       const Step step = smem.steps[t % STEP_RING];
-      const int head = kv.batch * params.n_q_head + kv.q_head0 + step.q_head;
-      turnstile_wait(semaphore_of(t), Turn{head, kv.tile, step.q_tile, step.ticket}, params.report);
+      const Turn turn{step.tile / ceil_div(params.q_len, Q_TILE), kv.tile, step.row0 / Q_TILE,
+                      step.ticket};
+      turnstile_wait(semaphore_of(t), turn, params.report);
     }
     __syncthreads();  // [written]
 
     const Step step = smem.steps[t % STEP_RING];
     float4* accum = reinterpret_cast<float4*>(params.dq_accum) +
-                    tile_index(params, kv, step) * (Q_TILE * HEAD_PAD / 4) + threadIdx.x;
+                    i64(step.tile) * (Q_TILE * HEAD_PAD / 4) + threadIdx.x;
     DqGrid::Acc before;
     if (step.ticket > 0) {
 #pragma unroll
@@ -267,9 +255,9 @@ DC_FN void visit_kv_tile(SharedStorage& smem, const BackwardParams& params, int 
         for (int e = 0; e < 4; ++e) dq.d[m][n][e] += before.d[m][n][e];
     turn_is_open = !step.is_last;
     if (step.is_last) {
-      Element* to = params.dq + kv.batch * params.dq_strides.batch +
-                    (kv.q_head0 + step.q_head) * params.dq_strides.head;
-      store_result<DqGrid>(dq, to, params.dq_strides.row, step.q_tile * Q_TILE, params.q_len,
+      const int q_head = step.tile / ceil_div(params.q_len, Q_TILE) % params.n_q_head;
+      Element* to = params.dq + kv.batch * params.dq_strides.batch + q_head * params.dq_strides.head;
+      store_result<DqGrid>(dq, to, params.dq_strides.row, step.row0, params.q_len,
                            params.scale, warp, lane);
     } else {
 #pragma unroll
@@ -282,19 +270,19 @@ DC_FN void visit_kv_tile(SharedStorage& smem, const BackwardParams& params, int 
 
     if (DC_DO_STAGES == 1) {
       __syncthreads();  // [dout]
-      if (t + 1 < kv.total) load_dout(smem, params, mask, t + 1);
+      if (t + 1 < total) load_dout(smem, params, mask, t + 1);
       cp_async_commit();
     }
     gemm<Stored::K_ROWS, Stored::K_ROWS, Q_TILE, 1>(dk, smem.ds, KvGrid::row0(warp), q,
                                                  KvGrid::column0(warp), lane);
     if (DC_Q_STAGES == 1) {
       __syncthreads();  // [q]
-      if (t + 1 < kv.total) load_q(smem, params, mask, t + 1);
+      if (t + 1 < total) load_q(smem, params, mask, t + 1);
       cp_async_commit();
     }
   }
   __syncthreads();
-  if (turn_is_open && threadIdx.x == TURN_RELEASER) turnstile_release(semaphore_of(kv.total - 1));
+  if (turn_is_open && threadIdx.x == TURN_RELEASER) turnstile_release(semaphore_of(total - 1));
 
   Element* dk_head = params.dk + kv.batch * params.dk_strides.batch +
                      kv.kv_head * params.dk_strides.head;
@@ -321,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(N_THREAD, 1)
     if (threadIdx.x == 0) smem.work = int(atomicAdd(params.work_counter, 1u));
     __syncthreads();
     if (smem.work >= total_work) return;
-    const schedule::HeadWork place = 
+    const schedule::HeadWork place =
         schedule::decode(shape, n_head, params.head_group, smem.work);
     const int n_part = schedule::work_size(shape, place.work);
     for (int part = 0; part < n_part; ++part) {
@@ -329,7 +317,6 @@ extern "C" __global__ void __launch_bounds__(N_THREAD, 1)
         KvTile& kv = smem.kv;
         kv.batch = place.head / params.n_kv_head;
         kv.kv_head = place.head % params.n_kv_head;
-        kv.q_head0 = kv.kv_head * (params.n_q_head / params.n_kv_head);
         kv.tile = schedule::kv_tile(shape, place.work, part);
         kv.row0 = kv.tile * KV_TILE;
         kv.row_end = params.q_len > 0 ? mask.key_end(params.q_len - 1) : 0;

@@ -21,7 +21,7 @@ SMEM_BYTES = {
 }
 # What every GPU from 8.0 on has, and so the choice for a capability that is not in the table.
 _LEAST_SMEM_BYTES = 99 << 10
-# STEP_RING of bwd_sm80: 256 steps of 16 bytes.
+# STEP_RING of bwd_sm80: 128 steps of 32 bytes.
 _STEP_RING_BYTES = 4096
 
 # By head_dim_pad and shared memory of a CTA: (q_tile, kv_tile, warps, stages of k and of v, whether
@@ -189,7 +189,7 @@ def backward_smem_bytes(q_tile: int, kv_tile: int, pad: int, q_stages: int, do_s
     tiles = (2 * kv_tile + (q_stages + do_stages) * q_tile) * row_bytes(pad)
     scores = 2 * q_tile * row_bytes(kv_tile)
     row_values = 2 * 2 * q_tile * 4
-    return tiles + scores + row_values + _STEP_RING_BYTES + 36
+    return tiles + scores + row_values + _STEP_RING_BYTES + 32
 
 
 def _cpu_config(problem: Problem, direction: str) -> Config:
