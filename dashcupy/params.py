@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 
 # Codes of the `struct` module: P pointer, q 64-bit int, i int, f float. Pointers come first, so
@@ -50,6 +51,7 @@ FIELDS = {
 STRUCT_NAME = {"forward": "ForwardParams", "backward": "BackwardParams"}
 
 
+@functools.cache
 def _struct(direction: str) -> struct.Struct:
     # "P" needs native mode; native sizes and alignment are also what the compiler uses.
     return struct.Struct("@" + "".join(code for _, code in FIELDS[direction]))
@@ -81,6 +83,7 @@ def pack(direction: str, values: dict[str, int | float]) -> bytes:
         values.get(name, 0) if code == "P" else values[name] for name, code in FIELDS[direction]))
 
 
+@functools.cache
 def pointer_packer(direction: str) -> struct.Struct:
     """Packs the pointers alone, which stand at the start of the struct."""
     return struct.Struct("@" + "".join(code for _, code in FIELDS[direction] if code == "P"))
