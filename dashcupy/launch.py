@@ -118,6 +118,9 @@ class Launcher:
         self._absent = (0,) * (len(names) - len(offsets))  # the last ones; their pointers are null
         self._cleared = tuple((plan.region(name).offset, plan.region(name).n_bytes)
                               for name in plan.cleared)
+        # In a thread that has not yet used the GPU this gives it the GPU's context, without which
+        # the driver cannot tell how many CTAs are resident.
+        driver.require_cupy().cuda.runtime.setDevice(device)
         self._kernels = tuple(_LoadedKernel(kernel, plan, device, max_ctas)
                               for kernel in plan.kernels)
         self._reports = plan.debug and "report" in plan.cleared

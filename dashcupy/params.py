@@ -48,7 +48,6 @@ FIELDS = {
         *_fields("i", "head_group", "reserved"),
     ),
 }
-STRUCT_NAME = {"forward": "ForwardParams", "backward": "BackwardParams"}
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import pytest
 
 from dashcupy import params, source
 
+STRUCT_NAME = {"forward": "ForwardParams", "backward": "BackwardParams"}
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 PROGRAM = r"""
 #include <cstddef>
@@ -24,7 +25,7 @@ int main() {
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_offsets_are_the_compilers(direction, tmp_path):
     """A field that moved shifts all behind it: strides would be read as sizes."""
-    name = params.STRUCT_NAME[direction]
+    name = STRUCT_NAME[direction]
     lines = [f'  std::printf("{field} %zu\\n", offsetof({name}, {field}));'
              for field, _ in params.FIELDS[direction]]
     lines.append(f'  std::printf("sizeof %zu\\n", sizeof({name}));')
