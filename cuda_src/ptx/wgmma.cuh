@@ -50,12 +50,15 @@ DC_FN void wgmma_wait() {
 //   wgmma_ss_first<A, B>(...)   d = a b: what was in d is not read, so its registers were free
 //   wgmma_rs<B>(d, a, b)        d += a b, a in four registers
 //   wgmma_rs_first<B>(...)      d = a b
-// N follows from the length of d.
+// N follows from the length of d. The elements are those of the build; wgmma_rs_first_bf16 has a
+// descriptor and four registers of bfloat16 in every build, for values that float16 cannot hold.
 #if DC_BF16
 #define DC_WGMMA_NAME(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 "
 #else
 #define DC_WGMMA_NAME(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 "
 #endif
+
+#define DC_WGMMA_BF16_NAME(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 "
 
 // The accumulators as operands of an asm, and their names in its text.
 #define DC_ADD(x) "+f"(x)
@@ -129,6 +132,13 @@ DC_FN void wgmma_wait() {
                  ", 0, 1, 1, " P5 ";" \
                  : DC_OPERANDS_##R(DC_SET) \
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(B)); \
+  } \
+  template <int B> \
+  DC_FN void wgmma_rs_first_bf16(float (&d)[R], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) { \
+    asm volatile(DC_WGMMA_BF16_NAME(N) "{" DC_NAMES_##R "}, {" P0 ", " P1 ", " P2 ", " P3 "}, " P4 \
+                 ", 0, 1, 1, " P5 ";" \
+                 : DC_OPERANDS_##R(DC_SET) \
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(B)); \
   }
 
 DC_WGMMA(64, 32, "%32", "%33", "%34", "%35", "%36", "%37")
@@ -142,6 +152,7 @@ DC_WGMMA(256, 128, "%128", "%129", "%130", "%131", "%132", "%133")
 
 #undef DC_WGMMA
 #undef DC_WGMMA_NAME
+#undef DC_WGMMA_BF16_NAME
 #undef DC_ADD
 #undef DC_SET
 #undef DC_D8
