@@ -7,10 +7,6 @@
 DC_FN void plan_steps(SharedStorage& smem, const BackwardParams& params, int lane) {
   const Barriers& barriers = smem.barriers;
   const Mask mask{params.q_len, params.kv_len, params.mask_offset};
-  const schedule::Shape shape = schedule::make_shape(params.q_len, params.kv_len, params.mask_offset);
-  const int n_head = params.batch * params.n_kv_head;
-  const int q_per_kv = params.n_q_head / params.n_kv_head;
-  const int total_work = n_head * schedule::num_work(shape);
   int n = 0, step0 = 0, kv_tile0 = 0;  // batches, steps, kv tiles with steps so far
 
   const auto next_batch = [&]() -> Batch& {
@@ -24,6 +20,12 @@ DC_FN void plan_steps(SharedStorage& smem, const BackwardParams& params, int lan
   };
 
   for (int n_work = 0;; ++n_work) {
+    int q_len = params.q_len, n_kv_head = params.n_kv_head;
+    compute_late(q_len);  // registers are short: nothing that follows from these outlives a work
+    compute_late(n_kv_head);
+    const schedule::Shape shape = schedule::make_shape(q_len, params.kv_len, params.mask_offset);
+    const int n_head = params.batch * n_kv_head;
+    const int q_per_kv = params.n_q_head / n_kv_head;
     Batch* batch = &next_batch();  // before the work is taken: others may be nearer to it
     // A CTA with two works of a team could make the team hang (schedules/contract.cuh). Without
     // teams a work waits only for works taken before it, and may be taken while we are busy.
@@ -32,7 +34,7 @@ DC_FN void plan_steps(SharedStorage& smem, const BackwardParams& params, int lan
     int work = 0;
     if (lane == 0) work = int(atomicAdd(params.work_counter, 1u));
     work = __shfl_sync(0xffffffffu, work, 0);
-    if (work >= total_work) {
+    if (work >= n_head * schedule::num_work(shape)) {
       if (lane == 0) batch->stop = 1;
       publish();
       return;
@@ -75,8 +77,8 @@ DC_FN void plan_steps(SharedStorage& smem, const BackwardParams& params, int lan
           batch->is_last = done + count == total;
           batch->ends_work = batch->is_last && part + 1 == n_part;
           batch->stop = 0;
-          batch->batch = place.head / params.n_kv_head;
-          batch->kv_head = place.head % params.n_kv_head;
+          batch->batch = place.head / n_kv_head;
+          batch->kv_head = place.head % n_kv_head;
           batch->row0 = kv_tile * KV_TILE;
         }
         done += count;
