@@ -46,10 +46,11 @@ struct Step {
 // Up to BATCH_STEPS steps of one kv tile, made by the planner and read by all other roles. A kv
 // tile without steps is one empty batch; a batch with `stop` ends the kernel.
 constexpr int BATCH_STEPS = 16, N_BATCH = 2;
+static_assert(N_BATCH == 2 && BATCH_STEPS < WARP_SIZE, "the planner's arithmetic");
 struct Batch {
   Step steps[BATCH_STEPS];
   int count;
-  int step0;        // steps of this CTA before this batch
+  int has_steps;    // whether the kv tile has any
   int kv_tile0;     // kv tiles with steps of this CTA before this one
   int masked;       // whether the diagonal cuts the steps: all of a batch, or none
   u32 not_final;    // bit i: other kv tiles come after this one in the dq of step i

@@ -140,9 +140,11 @@ DC_FN void hide_keys(float (&s)[32], int q_row0, int offset, int key, int lane) 
       if (first + 8 * j + e % 2 - 8 * (e / 2) < 0) s[4 * j + e] = HIDE;
 }
 
-// Step t of the kernel (counted over all kv tiles), the first of its kv tile or not.
+// Step t of the kernel (counted over all kv tiles), the first of its kv tile or not; its batch ends
+// before t_end, and all of it is cut by the diagonal, or nothing.
 DC_FN void visit(KvTile& kv, SharedStorage& smem, const BackwardParams& params, const Consumer& me,
-                 int t, bool is_first, u32 delta_ones, u32 zero, const Batch& batch, bool masked) {
+                 int t, int t_end, bool is_first, u32 delta_ones, u32 zero, const Batch& batch,
+                 bool masked) {
   const int stage = stage_of(t);
   const u32 q = stage * (Q_TILE_BYTES / 16);  // from stage 0, in units of descriptors
   const u32 q_rows = descriptor_low(smem_address(smem.q)) + q;
@@ -177,7 +179,7 @@ DC_FN void visit(KvTile& kv, SharedStorage& smem, const BackwardParams& params, 
   wgmma_wait<0>();
   keep_below(s);
   if (masked)
-    hide_keys(s, batch.steps[t - batch.step0].q_tile * Q_TILE, params.mask_offset,
+    hide_keys(s, batch.steps[batch.count - (t_end - t)].q_tile * Q_TILE, params.mask_offset,
               batch.row0 + 64 * me.w + 16 * me.warp + me.lane / 4, me.lane);
 #pragma unroll
   for (int e = 0; e < 32; ++e) s[e] = exp2_approx(s[e] * params.scale_log2);  // P
@@ -267,7 +269,7 @@ DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int
       const bool masked = DC_CAUSAL && warp_uniform(batch.masked != 0);
 #pragma unroll 1
       for (; t < t_end; ++t, is_first = 0)
-        visit(kv, smem, params, me, t, is_first, delta_ones, zero, batch, masked);
+        visit(kv, smem, params, me, t, t_end, is_first, delta_ones, zero, batch, masked);
       if (warp_uniform(batch.is_last != 0)) break;
       mbarrier_arrive_warp(smem_address(&barriers.batch_empty[n % N_BATCH]), lane);
       ++n;
