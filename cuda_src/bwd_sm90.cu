@@ -30,7 +30,7 @@ DC_FN int plan_batch(SharedStorage& smem, const BackwardParams& params,
   const u32 others = masked_bits & 1 ? ~masked_bits : masked_bits;  // not as step 0
   const int count = min_int(min_int(BATCH_STEPS, left), others ? __ffs(others) - 1 : BATCH_STEPS);
   if (lane == 0) {
-    const Batch& before = smem.batches[(n + 1) % N_BATCH];
+    const Batch& before = smem.batches[(n + N_BATCH - 1) % N_BATCH];
     batch.count = count;
     batch.kv_tile0 = n == 0 ? 0 : before.kv_tile0 + (before.is_last && before.has_steps);
     batch.has_steps = n_step > 0;
@@ -65,7 +65,11 @@ DC_FN void plan_steps(SharedStorage& smem, const BackwardParams& params, int lan
     compute_late(n_kv_head);
     const schedule::Shape shape = schedule::make_shape(q_len, params.kv_len, params.mask_offset);
     const int n_head = params.batch * n_kv_head;
-    wait_for_batch();  // before the work is taken: others may be nearer to it
+    wait_for_batch();
+    // A work is taken when the last batch of the one before is begun: others may be nearer to it.
+    if (n >= 2)
+      mbarrier_wait(smem_address(&barriers.batch_empty[(n - 2) % N_BATCH]),
+                    full_parity((n - 2) / N_BATCH));
     // A CTA with two works of a team could make the team hang (schedules/contract.cuh). Without
     // teams a work waits only for works taken before it, and may be taken while we are busy.
     if (n_work > 0 && schedule::team_size(shape) > 1)
@@ -86,7 +90,7 @@ DC_FN void plan_steps(SharedStorage& smem, const BackwardParams& params, int lan
         if (part + done > 0) wait_for_batch();
         done += plan_batch(smem, params, shape, n_kv_head, place, part, kv_tile, done, n, lane);
         publish();
-      } while (!smem.batches[(n - 1) % N_BATCH].is_last);
+      } while (!smem.batches[(n + N_BATCH - 1) % N_BATCH].is_last);
     }
   }
 }

@@ -45,8 +45,8 @@ struct Step {
 
 // Up to BATCH_STEPS steps of one kv tile, made by the planner and read by all other roles. A kv
 // tile without steps is one empty batch; a batch with `stop` ends the kernel.
-constexpr int BATCH_STEPS = 16, N_BATCH = 2;
-static_assert(N_BATCH == 2 && BATCH_STEPS < WARP_SIZE, "the planner's arithmetic");
+constexpr int BATCH_STEPS = 8, N_BATCH = 4;
+static_assert(BATCH_STEPS < WARP_SIZE, "one lane a step");
 struct Batch {
   Step steps[BATCH_STEPS];
   int count;
