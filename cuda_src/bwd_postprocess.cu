@@ -1,7 +1,7 @@
-// After bwd_sm90: dq = scale * dq_accum, rounded to elements. One CTA per q tile of a q head; a q tile
+// After bwd_sm90: dq = scale * dq_accum, rounded to elements. One CTA per q tile of a q head; one
 // that no kv tile contributes to has its zeros from bwd_preprocess.
 //
-// dq_accum lies in the order of the accumulators (bwd_sm90_layout.cuh): two neighbours in a row are
+// dq_accum lies in the order of the accumulators (bwd_sm90_layout.cuh): two columns of a row are
 // together, so a tile goes through shared memory to become whole rows.
 #include "params.cuh"
 #include "schedules/shape.cuh"

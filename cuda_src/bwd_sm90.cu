@@ -1,4 +1,20 @@
-// The backward on Hopper: dq, dk, dv of one pass, dq summed in ticket order.
+// The backward on Hopper, head_dim 128: dq, dk, dv of one pass, dq summed in ticket order.
+//
+//   S = q k^T * scale     P = exp2(S - lse)     dP = dout v^T     dS = P (dP - delta)
+//   dv = P^T dout         dk = dS^T q * scale   dq = dS k * scale
+//
+// A CTA takes pieces of work from a counter: one or two kv tiles of a kv head. k and v of the tile
+// stay in shared memory, dk and dv in registers, while it visits the q tiles of all q heads of the
+// group in the order of the schedule. bwd_preprocess runs before (rows of lse and delta, semaphores
+// at zero), bwd_postprocess after (dq from dq_accum).
+//
+//   Roles        warps   regs   does
+//   producer     0       24     k, v of a kv tile, q, dout, row values of a step -> shared memory
+//   dq_writer    1, 2    24     dq_part of every second step -> dq_accum, at its turn
+//   planner      3       24     works from the counter -> batches of steps for all other roles
+//   consumer     4..11   240    the products; dk, dv -> global memory (bwd_sm90_math.cuh)
+//
+// Barriers stand in bwd_sm90_layout.cuh. Between CTAs there is dq_semaphore (tile/turnstile.cuh).
 #include "bwd_sm90_dq.cuh"
 #include "bwd_sm90_layout.cuh"
 #include "bwd_sm90_math.cuh"
@@ -63,7 +79,8 @@ DC_FN void plan_steps(SharedStorage& smem, const BackwardParams& params, int lan
     int q_len = params.q_len, n_kv_head = params.n_kv_head;
     compute_late(q_len);  // registers are short: nothing that follows from these outlives a work
     compute_late(n_kv_head);
-    const schedule::Shape shape = schedule::make_shape(q_len, params.kv_len, params.mask_offset);
+    const schedule::Shape shape =
+        schedule::make_shape(q_len, params.kv_len, params.mask_offset);
     const int n_head = params.batch * n_kv_head;
     wait_for_batch();
     // A work is taken when the last batch of the one before is begun: others may be nearer to it.
@@ -130,8 +147,8 @@ DC_FN void load_tiles(SharedStorage& smem, const BackwardParams& params, const B
       mbarrier_wait(smem_address(&barriers.stage_empty[stage]), empty_parity(t / N_STAGE));
       mbarrier_arrive_expect(q_full, Q_TILE_BYTES + ROW_TILE_BYTES);
       load_panels(smem.q[stage], Q_TILE_BYTES / 2, maps.q, q_full, row, q_head, batch.batch);
-      bulk_load(smem_address(smem.rows[stage]),
-                reinterpret_cast<const u8*>(params.lse_log2) + i64(step.tile_index) * ROW_TILE_BYTES,
+      const u8* rows = reinterpret_cast<const u8*>(params.lse_log2);
+      bulk_load(smem_address(smem.rows[stage]), rows + i64(step.tile_index) * ROW_TILE_BYTES,
                 ROW_TILE_BYTES, q_full);
       mbarrier_arrive_expect(dout_full, Q_TILE_BYTES);
       load_panels(smem.dout[stage], Q_TILE_BYTES / 2, maps.dout, dout_full, row, q_head,
