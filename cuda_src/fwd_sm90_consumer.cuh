@@ -211,17 +211,21 @@ struct Consumer {
     st_shared_v4(saved_rows(), words);
   }
 
-  // The q tile of the slot before `count`, whose O is complete: verdict, lse, out. Sums and
-  // references are those of save_rows.
-  DC_FN void finish() {
+  DC_FN void restore_rows(float (&saved_sum)[2], float (&saved_reference)[2]) {
     u32 words[4];
     ld_shared_v4(words, saved_rows());
+    saved_sum[0] = __uint_as_float(words[0]), saved_sum[1] = __uint_as_float(words[1]);
+    saved_reference[0] = __uint_as_float(words[2]), saved_reference[1] = __uint_as_float(words[3]);
+  }
+
+  // The q tile of the slot before `count`, whose O is complete: verdict, lse, out.
+  DC_FN void finish(const float (&lane_sum)[2], const float (&row_reference)[2]) {
     const u32 slot = count - 1;
     const Work work = read_slot(smem, slot);
     float total[2], inverse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      total[half] = __uint_as_float(words[half]);
+      total[half] = lane_sum[half];
       total[half] += __shfl_xor_sync(0xffffffffu, total[half], 1);
       total[half] += __shfl_xor_sync(0xffffffffu, total[half], 2);
       inverse[half] = reciprocal_approx(total[half]);
@@ -244,7 +248,7 @@ struct Consumer {
           lse[row + 8 * half] =
               total[half] == 0.f
                   ? -infinity()
-                  : (__uint_as_float(words[2 + half]) + log2_approx(total[half])) * LN_2;
+                  : (row_reference[half] + log2_approx(total[half])) * LN_2;
     }
     named_barrier_sync(Q_DONE + index, WARPGROUP_SIZE);  // all four warps: out goes over q
     const int thread = thread_index();
@@ -289,7 +293,9 @@ struct Consumer {
     wgmma_wait<0>();  // O
     release(smem.v_empty[v_stage]);
     if (EDGE) {
-      finish();
+      float last_sum[2], last_reference[2];
+      restore_rows(last_sum, last_reference);
+      finish(last_sum, last_reference);
       clear_o();
     }
     late_exponentials();
@@ -325,7 +331,7 @@ struct Consumer {
     wgmma_wait<0>();
     release(smem.v_empty[stage]);
     next_stage();
-    finish();
+    finish(sum, reference);
   }
 
   DC_FN void run() {
@@ -346,9 +352,9 @@ struct Consumer {
           --j;
           step<false>();
         }
-        save_rows();
         ++count;
         if (Q_STAGES == 1) break;
+        save_rows();
         word = take_slot();
         if (word < 0) break;
         step<true>();

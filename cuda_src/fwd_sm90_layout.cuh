@@ -36,12 +36,13 @@ constexpr int N_SLOT = 4;
 struct alignas(1024) SharedStorage {
   u8 q[Q_STAGES][N_CONSUMER][Q_BYTES];  // out on its way to global memory, once q is done with
   u8 k[STAGES][KV_BYTES], v[STAGES][KV_BYTES];
-  float4 rows[N_CONSUMER * WARPGROUP_SIZE];  // sums and references of a finished q tile
+  float4 rows[Q_STAGES == 1 ? 1 : N_CONSUMER * WARPGROUP_SIZE];  // sums, references of a q tile
   int4 slots[N_SLOT];                        // Works handed to the consumers and the storer
   u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
   u64 q_full[Q_STAGES], q_empty[Q_STAGES];
   u64 out_full[2], verdict[2];
   u32 failed[2];  // of the q tile of that verdict: a sum or an out has left the safe range
+  int posted[2];  // that q tile, for the producer
   u32 sink;       // target of a store that never happens
 };
 static_assert(sizeof(SharedStorage) == DC_SMEM_BYTES, "config.py counts another size");

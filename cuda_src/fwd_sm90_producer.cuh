@@ -20,13 +20,12 @@ struct Scheduler {
   int fresh;               // next q tile that was never posted
   int n_work;
   int again0, again1;  // failed q tiles, -1: none; two verdicts can be open, no more
-  int posted0, posted1;    // q tile of the last even and the last odd slot
   bool held;               // the last slot was a HOLD
 
   DC_FN Scheduler(const ForwardSm90Params& params, SharedStorage& smem)
       : params(params), smem(smem), n_posted(0), n_judged(0), fresh(blockIdx.x),
         n_work(ceil_div(params.q_len, Q_TILE) * params.batch * params.n_q_head),
-        again0(-1), again1(-1), posted0(-1), posted1(-1), held(false) {}
+        again0(-1), again1(-1), held(false) {}
 
   // To be called once for each fresh q tile, before the next is asked for.
   DC_FN void claim() {
@@ -43,7 +42,7 @@ struct Scheduler {
     const u32 failed = smem_address(&smem.failed[parity]);
     if (ld_shared(failed)) {
       st_shared(failed, 0);
-      const int tile = parity ? posted1 : posted0;
+      const int tile = ld_shared(smem_address(&smem.posted[parity]));
       if (again0 < 0) again0 = tile; else again1 = tile;
     }
     ++n_judged;
@@ -75,7 +74,7 @@ struct Scheduler {
   DC_FN void post(int tile, const Work& work) {
     mbarrier_wait(address(smem.q_empty[n_posted % Q_STAGES]), n_posted / Q_STAGES + 1 & 1);
     write_slot(smem, n_posted, work);
-    if (n_posted & 1) posted1 = tile; else posted0 = tile;
+    if (FIXED_REFERENCE) st_shared(smem_address(&smem.posted[n_posted & 1]), tile);
     ++n_posted;
   }
 };
@@ -87,16 +86,15 @@ struct KvStream {
   SharedStorage& smem;
   int stage;
   u32 phase;  // of the wait for an empty stage
-  // v that is to be loaded; row < 0: none.
-  int v_row, v_head, v_batch, v_stage;
-  u32 v_phase;
+  int v_row, v_head, v_batch;  // v that is to be loaded, into the stage before; row < 0: none
 
   DC_FN KvStream(const ForwardSm90Params& params, SharedStorage& smem)
       : params(params), smem(smem), stage(0), phase(1), v_row(-1) {}
 
   DC_FN void load_v() {
     if (v_row < 0) return;
-    mbarrier_wait(address(smem.v_empty[v_stage]), v_phase);
+    const int v_stage = stage == 0 ? STAGES - 1 : stage - 1;
+    mbarrier_wait(address(smem.v_empty[v_stage]), stage == 0 ? phase ^ 1 : phase);
     load(params.v_map, smem.v[v_stage], address(smem.v_full[v_stage]), v_row, v_head, v_batch);
     v_row = -1;
   }
@@ -105,7 +103,7 @@ struct KvStream {
     mbarrier_wait(address(smem.k_empty[stage]), phase);
     load(params.k_map, smem.k[stage], address(smem.k_full[stage]), row, head, batch);
     load_v();
-    v_row = row, v_head = head, v_batch = batch, v_stage = stage, v_phase = phase;
+    v_row = row, v_head = head, v_batch = batch;
     if (++stage == STAGES) stage = 0, phase ^= 1;
   }
 
