@@ -29,43 +29,31 @@
 #include "tile/turnstile.cuh"
 
 static_assert(DC_PARAMS_BYTES == sizeof(BackwardParams), "params.py packs another struct");
-// Pieces that S and dP load ahead; where scores take twice the registers there is room for one.
-constexpr int SCORE_DEPTH = Q_TILE * KV_TILE > 64 * 128 ? 1 : 2;
+// dP in passes of at most 32 columns a warp: S and all of dP do not fit in registers otherwise.
+constexpr int PASS_TILES = min_int(ScoreGrid::n_tiles, 4), N_PASS = ScoreGrid::n_tiles / PASS_TILES;
 constexpr int TURN_WAITER = 0, TURN_RELEASER = WARP_SIZE;
-
-// What stays the same for one kv tile.
-struct KvTile {
-  int batch, kv_head, tile;
-  int row0;       // first key
-  int row_end;    // keys from here on are not seen by any row, or do not exist
-};
 
 DC_FN const Element* head_of(const Element* p, const Strides& strides, int batch, int head) {
   return p + batch * strides.batch + head * strides.head;
 }
 
-DC_FN i64 q_tile_index(const BackwardParams& params, int batch, int q_head, int n_q, int q_tile) {
-  return (i64(batch) * params.n_q_head + q_head) * n_q + q_tile;
+DC_FN void load_q(SharedStorage& smem, const BackwardParams& params, const Mask& mask, int t) {
+  const Step step = smem.steps[t % STEP_RING];
+  load_tile<N_THREAD>(smem.q[t % DC_Q_STAGES], params.q + step.q_at, params.q_strides.row,
+                      mask.first_row() - step.row0, params.q_len - step.row0);
 }
 
-DC_FN void load_dout(SharedStorage& smem, const BackwardParams& params, const Mask& mask,
-                     const KvTile& kv, int q_head, int q_tile, int t) {
-  load_tile<N_THREAD>(smem.dout[t % DC_DO_STAGES],
-                      head_of(params.dout, params.dout_strides, kv.batch, q_head),
-                      params.dout_strides.row, q_tile * Q_TILE, mask.first_row(), params.q_len);
+DC_FN void load_dout(SharedStorage& smem, const BackwardParams& params, const Mask& mask, int t) {
+  const Step step = smem.steps[t % STEP_RING];
+  load_tile<N_THREAD>(smem.dout[t % DC_DO_STAGES], params.dout + step.dout_at,
+                      params.dout_strides.row, mask.first_row() - step.row0,
+                      params.q_len - step.row0);
 }
 
-DC_FN void load_q(SharedStorage& smem, const BackwardParams& params, const Mask& mask,
-                  const KvTile& kv, int q_head, int q_tile, int t) {
-  load_tile<N_THREAD>(smem.q[t % DC_Q_STAGES],
-                      head_of(params.q, params.q_strides, kv.batch, q_head), params.q_strides.row,
-                      q_tile * Q_TILE, mask.first_row(), params.q_len);
-}
-
-DC_FN void load_row_values(SharedStorage& smem, const BackwardParams& params, i64 tile_index, int t) {
+DC_FN void load_row_values(SharedStorage& smem, const BackwardParams& params, int t) {
   constexpr int n_copy = Q_TILE / 4;
   const int i = threadIdx.x % n_copy;
-  const i64 at = tile_index * Q_TILE + 4 * i;
+  const i64 at = i64(smem.steps[t % STEP_RING].tile) * Q_TILE + 4 * i;
   if (threadIdx.x < n_copy)
     cp_async_16(smem_address(&smem.lse_log2[t % 2][4 * i]), params.lse_log2 + at, true);
   else if (threadIdx.x < 2 * n_copy)
@@ -74,14 +62,13 @@ DC_FN void load_row_values(SharedStorage& smem, const BackwardParams& params, i6
 
 // Scores of hidden keys to -inf: selected away before exp2, for a hidden key may score anything and
 // exp2 of it overflow.
-DC_FN void hide_keys(ScoreGrid::Acc& s, const Mask& mask, const KvTile& kv, int q_row0, int warp,
-                     int lane) {
+DC_FN void hide_keys(ScoreGrid::Acc& s, const Mask& mask, int q_row0, int key0, int warp, int lane) {
 #pragma unroll
   for (int m = 0; m < ScoreGrid::m_tiles; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = q_row0 + ScoreGrid::row0(warp) + 16 * m + 8 * half + lane / 4;
-      const int column_end = mask.key_end(row) - kv.row0 - ScoreGrid::column0(warp) - 2 * (lane % 4);
+      const int column_end = mask.key_end(row) - key0 - ScoreGrid::column0(warp) - 2 * (lane % 4);
 #pragma unroll
       for (int n = 0; n < ScoreGrid::n_tiles; ++n)
 #pragma unroll
@@ -103,13 +90,13 @@ struct RowValues {
   }
 };
 
-// Calls body(m, n) for the 16 x 8 pieces of a score tile that belong to step `step` of `n_step`.
+// Calls body(m, n) for the 16 x 8 pieces of one pass that belong to step `step` of `n_step`.
 template <class Body>
 DC_FN void score_pieces(int step, int n_step, const Body& body) {
-  constexpr int n_piece = ScoreGrid::m_tiles * ScoreGrid::n_tiles;
+  constexpr int n_piece = ScoreGrid::m_tiles * PASS_TILES;
 #pragma unroll
   for (int i = 0; i < n_piece; ++i)
-    if (i * n_step / n_piece == step) body(i / ScoreGrid::n_tiles, i % ScoreGrid::n_tiles);
+    if (i * n_step / n_piece == step) body(i / PASS_TILES, i % PASS_TILES);
 }
 
 // Writes scale * acc to rows [row0, row_end) of gmem; rows of the tile start at row0.
@@ -132,28 +119,30 @@ DC_FN void store_result(const typename Grid::Acc& acc, Element* gmem, i64 row_st
     }
 }
 
-DC_FN void visit_kv_tile(SharedStorage& smem, const BackwardParams& params, const schedule::Shape& shape,
-                         const KvTile& kv, int warp, int lane) {
+DC_FN void visit_kv_tile(SharedStorage& smem, const BackwardParams& params, int warp, int lane) {
   const Mask mask{params.q_len, params.kv_len, params.mask_offset};
-  const int n_q = shape.n_q, q_per_kv = params.n_q_head / params.n_kv_head;
-  const int n_step = schedule::num_steps(shape, kv.tile), total = n_step * q_per_kv;
+  const KvTile& kv = smem.kv;
+  const int total = kv.total, key0 = kv.row0;
+  const auto semaphore_of = [&](int t) {
+    return params.dq_semaphore + i64(smem.steps[t % STEP_RING].tile) * DC_SEMAPHORE_STRIDE;
+  };
   KvGrid::Acc dk, dv;
   dk.clear();
   dv.clear();
-  u32* open_turn = nullptr;  // semaphore of the turn that the next barrier lets us end
+  bool turn_is_open = false;  // the next barrier lets us end the turn of the step before
 
   if (total > 0) {
-    fill_steps(smem.steps, shape, kv.tile, n_step, total, 0, STEP_RING);
-    load_tile<N_THREAD>(smem.k, head_of(params.k, params.k_strides, kv.batch, kv.kv_head),
-                        params.k_strides.row, kv.row0, 0, kv.row_end);
-    load_tile<N_THREAD>(smem.v, head_of(params.v, params.v_strides, kv.batch, kv.kv_head),
-                        params.v_strides.row, kv.row0, 0, kv.row_end);
+    fill_steps(smem, params, 0, STEP_RING);
+    load_tile<N_THREAD>(smem.k, head_of(params.k, params.k_strides, kv.batch, kv.kv_head) +
+                                    kv.row0 * params.k_strides.row,
+                        params.k_strides.row, 0, kv.row_end - kv.row0);
+    load_tile<N_THREAD>(smem.v, head_of(params.v, params.v_strides, kv.batch, kv.kv_head) +
+                                    kv.row0 * params.v_strides.row,
+                        params.v_strides.row, 0, kv.row_end - kv.row0);
     __syncthreads();
-    const Step first = smem.steps[0];
-    const int q_head = kv.kv_head * q_per_kv + first.q_head;
-    load_q(smem, params, mask, kv, q_head, first.q_tile, 0);
-    load_dout(smem, params, mask, kv, q_head, first.q_tile, 0);
-    load_row_values(smem, params, q_tile_index(params, kv.batch, q_head, n_q, first.q_tile), 0);
+    load_q(smem, params, mask, 0);
+    load_dout(smem, params, mask, 0);
+    load_row_values(smem, params, 0);
     cp_async_commit();
   }
 
@@ -161,29 +150,20 @@ DC_FN void visit_kv_tile(SharedStorage& smem, const BackwardParams& params, cons
   for (int t = 0; t < total; ++t) {
     cp_async_wait<0>();
     __syncthreads();  // [ready]
-    if (open_turn != nullptr && threadIdx.x == TURN_RELEASER) turnstile_release(open_turn);
-    if (t % (STEP_RING / 2) == 0 && t > 0)
-      fill_steps(smem.steps, shape, kv.tile, n_step, total, t + STEP_RING / 2, STEP_RING / 2);
+    if (turn_is_open && threadIdx.x == TURN_RELEASER) turnstile_release(semaphore_of(t - 1));
+    if (t % (STEP_RING / 2) == 1 && t > 1)  // over all entries before t - 1, which is still read
+      fill_steps(smem, params, t - 1 + STEP_RING / 2, STEP_RING / 2);
 
-    const Step step = smem.steps[t % STEP_RING];
-    const int q_head = kv.kv_head * q_per_kv + step.q_head;
-    const i64 tile_index = q_tile_index(params, kv.batch, q_head, n_q, step.q_tile);
-    u32* semaphore = params.dq_semaphore + tile_index * DC_SEMAPHORE_STRIDE;
-    bool granted = step.ticket == 0;
-
-    const bool more = t + 1 < total;
-    const Step next = smem.steps[(t + 1) % STEP_RING];
-    const int next_head = kv.kv_head * q_per_kv + next.q_head;
+    bool granted = smem.steps[t % STEP_RING].ticket == 0;
     // Between the steps of S, so that address arithmetic runs beside the product.
     const auto start_next = [&](int k) {
+      const bool more = t + 1 < total;
       if (k == 0 && threadIdx.x == TURN_WAITER && !granted)
-        granted = turnstile_ready(semaphore, step.ticket);
-      if (k == 0 && more && DC_Q_STAGES == 2)
-        load_q(smem, params, mask, kv, next_head, next.q_tile, t + 1);
+        granted = turnstile_ready(semaphore_of(t), smem.steps[t % STEP_RING].ticket);
+      if (k == 0 && more && DC_Q_STAGES == 2) load_q(smem, params, mask, t + 1);
       if (k == 1 && more) {
-        if (DC_DO_STAGES == 2) load_dout(smem, params, mask, kv, next_head, next.q_tile, t + 1);
-        load_row_values(smem, params,
-                        q_tile_index(params, kv.batch, next_head, n_q, next.q_tile), t + 1);
+        if (DC_DO_STAGES == 2) load_dout(smem, params, mask, t + 1);
+        load_row_values(smem, params, t + 1);
       }
       if (k == 1) cp_async_commit();
     };
@@ -191,12 +171,13 @@ DC_FN void visit_kv_tile(SharedStorage& smem, const BackwardParams& params, cons
     const auto& q = smem.q[t % DC_Q_STAGES];
     const auto& dout = smem.dout[t % DC_DO_STAGES];
     {
-      ScoreGrid::Acc s, dp;
+      ScoreGrid::Acc s;
+      Accumulator<ScoreGrid::m_tiles, PASS_TILES> dp[N_PASS];
       s.clear();
-      gemm<Stored::MN_ROWS, Stored::MN_ROWS, HEAD_PAD, SCORE_DEPTH>(
+      gemm<Stored::MN_ROWS, Stored::MN_ROWS, HEAD_PAD, 2>(
           s, q, ScoreGrid::row0(warp), smem.k, ScoreGrid::column0(warp), lane, start_next);
-      if (mask.cuts(step.q_tile * Q_TILE, kv.row0, KV_TILE))
-        hide_keys(s, mask, kv, step.q_tile * Q_TILE, warp, lane);
+      const int q_row0 = smem.steps[t % STEP_RING].row0;
+      if (mask.cuts(q_row0, key0, KV_TILE)) hide_keys(s, mask, q_row0, key0, warp, lane);
 
       const u32 lane_at = (ScoreGrid::row0(warp) + lane / 4) * smem.p.row_bytes +
                           (ScoreGrid::column0(warp) + 2 * (lane % 4)) * int(sizeof(Element));
@@ -210,28 +191,43 @@ DC_FN void visit_kv_tile(SharedStorage& smem, const BackwardParams& params, cons
         st_shared(p_at + 16 * m * smem.p.row_bytes + 16 * n, pack(d[0], d[1]));
         st_shared(p_at + (16 * m + 8) * smem.p.row_bytes + 16 * n, pack(d[2], d[3]));
       };
-      // exp2 goes to another pipe than the product: a piece of it between the steps of dP.
-      dp.clear();
-      gemm<Stored::MN_ROWS, Stored::MN_ROWS, HEAD_PAD, SCORE_DEPTH>(
-          dp, dout, ScoreGrid::row0(warp), smem.v, ScoreGrid::column0(warp), lane,
-          [&](int k) { score_pieces(k, HEAD_PAD / 16, softmax); });
-
       const RowValues delta(smem.delta[t % 2], warp, lane);
-      score_pieces(0, 1, [&](int m, int n) {  // dS = P (dP - delta) as elements to smem.ds
+      const auto score_gradient = [&](int pass, int m, int n) {  // dS = P (dP - delta) to smem.ds
+        const float(&p)[4] = s.d[m][pass * PASS_TILES + n];
         float ds[4];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) ds[e] = s.d[m][n][e] * (dp.d[m][n][e] - delta.value[m][e / 2]);
-        st_shared(ds_at + 16 * m * smem.ds.row_bytes + 16 * n, pack(ds[0], ds[1]));
-        st_shared(ds_at + (16 * m + 8) * smem.ds.row_bytes + 16 * n, pack(ds[2], ds[3]));
-      });
+        for (int e = 0; e < 4; ++e) ds[e] = p[e] * (dp[pass].d[m][n][e] - delta.value[m][e / 2]);
+        const u32 to = ds_at + 16 * m * smem.ds.row_bytes + 16 * (pass * PASS_TILES + n);
+        st_shared(to, pack(ds[0], ds[1]));
+        st_shared(to + 8 * smem.ds.row_bytes, pack(ds[2], ds[3]));
+      };
+      // Arithmetic goes to other pipes than a product: pieces of it between the steps of dP, exp2
+      // of this pass and dS of the one before.
+      constexpr int n_k = HEAD_PAD / 16;
+#pragma unroll
+      for (int pass = 0; pass < N_PASS; ++pass) {
+        dp[pass].clear();
+        gemm<Stored::MN_ROWS, Stored::MN_ROWS, HEAD_PAD, 2>(
+            dp[pass], dout, ScoreGrid::row0(warp), smem.v,
+            ScoreGrid::column0(warp) + 8 * PASS_TILES * pass, lane, [&](int k) {
+              score_pieces(k, n_k, [&](int m, int n) { softmax(m, pass * PASS_TILES + n); });
+              if (pass > 0)
+                score_pieces(k, n_k, [&](int m, int n) { score_gradient(pass - 1, m, n); });
+            });
+      }
+      score_pieces(0, 1, [&](int m, int n) { score_gradient(N_PASS - 1, m, n); });
     }
-    if (threadIdx.x == TURN_WAITER && !granted)
-      turnstile_wait(semaphore, Turn{kv.batch * params.n_q_head + q_head, kv.tile, step.q_tile,
-                                     step.ticket}, params.report);
+    if (threadIdx.x == TURN_WAITER && !granted) {
+      const Step step = smem.steps[t % STEP_RING];
+      const Turn turn{step.tile / ceil_div(params.q_len, Q_TILE), kv.tile, step.row0 / Q_TILE,
+                      step.ticket};
+      turnstile_wait(semaphore_of(t), turn, params.report);
+    }
     __syncthreads();  // [written]
 
+    const Step step = smem.steps[t % STEP_RING];
     float4* accum = reinterpret_cast<float4*>(params.dq_accum) +
-                    tile_index * (Q_TILE * HEAD_PAD / 4) + threadIdx.x;
+                    i64(step.tile) * (Q_TILE * HEAD_PAD / 4) + threadIdx.x;
     DqGrid::Acc before;
     if (step.ticket > 0) {
 #pragma unroll
@@ -257,13 +253,13 @@ DC_FN void visit_kv_tile(SharedStorage& smem, const BackwardParams& params, cons
       for (int n = 0; n < DqGrid::n_tiles; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) dq.d[m][n][e] += before.d[m][n][e];
+    turn_is_open = !step.is_last;
     if (step.is_last) {
-      open_turn = nullptr;
+      const int q_head = step.tile / ceil_div(params.q_len, Q_TILE) % params.n_q_head;
       Element* to = params.dq + kv.batch * params.dq_strides.batch + q_head * params.dq_strides.head;
-      store_result<DqGrid>(dq, to, params.dq_strides.row, step.q_tile * Q_TILE, params.q_len,
+      store_result<DqGrid>(dq, to, params.dq_strides.row, step.row0, params.q_len,
                            params.scale, warp, lane);
     } else {
-      open_turn = semaphore;
 #pragma unroll
       for (int m = 0; m < DqGrid::m_tiles; ++m)
 #pragma unroll
@@ -274,19 +270,19 @@ DC_FN void visit_kv_tile(SharedStorage& smem, const BackwardParams& params, cons
 
     if (DC_DO_STAGES == 1) {
       __syncthreads();  // [dout]
-      if (more) load_dout(smem, params, mask, kv, next_head, next.q_tile, t + 1);
+      if (t + 1 < total) load_dout(smem, params, mask, t + 1);
       cp_async_commit();
     }
     gemm<Stored::K_ROWS, Stored::K_ROWS, Q_TILE, 1>(dk, smem.ds, KvGrid::row0(warp), q,
                                                  KvGrid::column0(warp), lane);
     if (DC_Q_STAGES == 1) {
       __syncthreads();  // [q]
-      if (more) load_q(smem, params, mask, kv, next_head, next.q_tile, t + 1);
+      if (t + 1 < total) load_q(smem, params, mask, t + 1);
       cp_async_commit();
     }
   }
   __syncthreads();
-  if (open_turn != nullptr && threadIdx.x == TURN_RELEASER) turnstile_release(open_turn);
+  if (turn_is_open && threadIdx.x == TURN_RELEASER) turnstile_release(semaphore_of(total - 1));
 
   Element* dk_head = params.dk + kv.batch * params.dk_strides.batch +
                      kv.kv_head * params.dk_strides.head;
@@ -313,18 +309,23 @@ extern "C" __global__ void __launch_bounds__(N_THREAD, 1)
     if (threadIdx.x == 0) smem.work = int(atomicAdd(params.work_counter, 1u));
     __syncthreads();
     if (smem.work >= total_work) return;
-    const schedule::HeadWork place = 
+    const schedule::HeadWork place =
         schedule::decode(shape, n_head, params.head_group, smem.work);
     const int n_part = schedule::work_size(shape, place.work);
     for (int part = 0; part < n_part; ++part) {
-      KvTile kv;
-      kv.batch = place.head / params.n_kv_head;
-      kv.kv_head = place.head % params.n_kv_head;
-      kv.tile = schedule::kv_tile(shape, place.work, part);
-      kv.row0 = kv.tile * KV_TILE;
-      kv.row_end = params.q_len > 0 ? mask.key_end(params.q_len - 1) : 0;
-      visit_kv_tile(smem, params, shape, kv, warp, lane);
+      if (threadIdx.x == 0) {
+        KvTile& kv = smem.kv;
+        kv.batch = place.head / params.n_kv_head;
+        kv.kv_head = place.head % params.n_kv_head;
+        kv.tile = schedule::kv_tile(shape, place.work, part);
+        kv.row0 = kv.tile * KV_TILE;
+        kv.row_end = params.q_len > 0 ? mask.key_end(params.q_len - 1) : 0;
+        kv.n_step = schedule::num_steps(shape, kv.tile);
+        kv.total = kv.n_step * (params.n_q_head / params.n_kv_head);
+      }
+      __syncthreads();
+      visit_kv_tile(smem, params, warp, lane);
+      __syncthreads();  // nobody reads smem.kv or smem.work any more
     }
-    __syncthreads();  // nobody reads smem.work any more
   }
 }

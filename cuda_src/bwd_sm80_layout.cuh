@@ -1,5 +1,6 @@
 // bwd_sm80: how tiles are cut over warps, what lies in shared memory, and the list of steps.
 #pragma once
+#include "params.cuh"
 #include "schedules/contract.cuh"
 #include DC_SCHEDULE
 #include "tile/gemm.cuh"
@@ -27,13 +28,27 @@ typedef WarpGrid<Q_TILE, KV_TILE, (Q_TILE < KV_TILE ? 2 : 4)> ScoreGrid;       /
 typedef WarpGrid<KV_TILE, HEAD_PAD, 4> KvGrid;                                 // dK, dV
 typedef WarpGrid<Q_TILE, HEAD_PAD, (Q_TILE == 64 && HEAD_PAD == 128 ? 2 : 4)> DqGrid;
 
-// One visit of this CTA: q tile `q_tile` of q head `q_head` of the group.
+// One visit of this CTA: all that a step needs, ready to use. Who goes where, whose turn it is and
+// where it lies in memory is worked out ahead, one thread a step: in the main loop such a chain of
+// dependent integer instructions would stand before the products.
 struct Step {
-  int q_tile, q_head;
+  i64 q_at, dout_at;  // first row of the q tile in q and in dout, in elements
+  int tile;           // its place among all q tiles of all q heads
+  int row0;           // first row
   u32 ticket;
-  u32 is_last;  // no contributor after this one
+  u32 is_last;        // no contributor after this one
 };
-constexpr int STEP_RING = N_THREAD;  // half of it is refilled at a time
+constexpr int STEP_RING = 128;  // half of it is refilled at a time
+
+// What stays the same for one kv tile. Kept in shared memory and read where it is used: over the
+// main loop there is no register left for it.
+struct KvTile {
+  int batch, kv_head, tile;
+  int row0;     // first key
+  int row_end;  // keys from here on are not seen by any row, or do not exist
+  int n_step;   // steps of one q head
+  int total;    // steps of all q heads of the group
+};
 
 struct SharedStorage {
   SmemTile<KV_TILE, HEAD_PAD> k, v;
@@ -42,21 +57,30 @@ struct SharedStorage {
   SmemTile<Q_TILE, KV_TILE> p, ds;
   float lse_log2[2][Q_TILE], delta[2][Q_TILE];
   Step steps[STEP_RING];
+  KvTile kv;
   int work;
 };
-static_assert(sizeof(SharedStorage) <= DC_SMEM_BYTES && DC_SMEM_BYTES < sizeof(SharedStorage) + 128,
-              "config.py counts another size of shared memory");
+static_assert(sizeof(SharedStorage) == DC_SMEM_BYTES, "config.py counts another size");
 
-// Writes entries [first, first + N_THREAD or half) of the list of steps into the ring, one thread an
-// entry: order and ticket come from the schedule, and their divisions stay out of the main loop.
-DC_FN void fill_steps(Step* ring, const schedule::Shape& shape, int kv_tile, int n_step, int total, int first,
-                      int count) {
+// Writes entries [first, first + count) of the list of steps into the ring.
+DC_FN void fill_steps(SharedStorage& smem, const BackwardParams& params, int first, int count) {
+  const KvTile& kv = smem.kv;
   const int index = first + threadIdx.x;
-  if (int(threadIdx.x) >= count || index >= total) return;
+  if (int(threadIdx.x) >= count || index >= kv.total) return;
+  int q_len = params.q_len;
+  compute_late(q_len);
+  const schedule::Shape shape = schedule::make_shape(q_len, params.kv_len, params.mask_offset);
+  const int group_head = index / kv.n_step;
+  const int q_head = kv.kv_head * (params.n_q_head / params.n_kv_head) + group_head;
+  const int q_tile = schedule::q_tile(shape, kv.tile, index - group_head * kv.n_step);
   Step step;
-  step.q_head = index / n_step;
-  step.q_tile = schedule::q_tile(shape, kv_tile, index - step.q_head * n_step);
-  step.ticket = u32(schedule::ticket(shape, kv_tile, step.q_tile));
-  step.is_last = int(step.ticket) == schedule::num_contributors(shape, step.q_tile) - 1;
-  ring[index % STEP_RING] = step;
+  step.row0 = q_tile * Q_TILE;
+  step.q_at = kv.batch * params.q_strides.batch + q_head * params.q_strides.head +
+              step.row0 * params.q_strides.row;
+  step.dout_at = kv.batch * params.dout_strides.batch + q_head * params.dout_strides.head +
+                 step.row0 * params.dout_strides.row;
+  step.tile = (kv.batch * params.n_q_head + q_head) * shape.n_q + q_tile;
+  step.ticket = u32(schedule::ticket(shape, kv.tile, q_tile));
+  step.is_last = int(step.ticket) == schedule::num_contributors(shape, q_tile) - 1;
+  smem.steps[index % STEP_RING] = step;
 }

@@ -22,3 +22,9 @@ DC_FN constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 DC_FN constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
 DC_FN constexpr int min_int(int a, int b) { return a < b ? a : b; }
 DC_FN constexpr int max_int(int a, int b) { return a > b ? a : b; }
+
+#if defined(__CUDACC__)
+// Hides from the compiler that x is the same in every round of a loop: what depends on it is then
+// computed inside, not before the loop and kept in registers.
+DC_FN void compute_late(int& x) { asm volatile("" : "+r"(x)); }
+#endif

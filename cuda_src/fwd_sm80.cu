@@ -9,9 +9,10 @@
 //
 // kv tile t, and the barriers (all __syncthreads, which follows a cp.async wait of every thread):
 //   [landed]     k of t has landed (and v, with two stages), everybody is done with tile t - 1
-//                -> start to load k and v of t + 1, or v of t with one stage
+//                -> with one stage, start to load v of t
 //                S = q k^T
-//   [v landed]   with one stage only: v of t has landed, k of t is free -> start to load k of t + 1
+//   [v landed]   with one stage only: v of t has landed, k of t is free
+//                -> start to load k of t + 1 (and v, with two stages)
 //                mask, where some row misses a key; softmax; O += P v
 // Before the loop: [work] smem.work is written; [q landed] with q in registers only.
 // After it no barrier: out passes through rows of smem.q that belong to the warp alone.
@@ -30,10 +31,6 @@ constexpr int N_WARP = DC_WARPS, N_THREAD = N_WARP * WARP_SIZE;
 constexpr int STAGES = DC_STAGES;                   // tiles of k, and of v, in shared memory
 constexpr bool Q_IN_REGISTERS = DC_Q_REGISTERS;     // else q is read again for every kv tile
 constexpr int COLUMNS = round_up(DC_HEAD_DIM, 16);  // of q, k, v in the products; the last may be 0
-#ifndef DC_LOAD_LATE  // under trial: with two stages, load t + 1 after S instead of before
-#define DC_LOAD_LATE 0
-#endif
-constexpr bool LOAD_LATE = DC_LOAD_LATE;
 constexpr int WARP_ROWS = Q_TILE / N_WARP;
 constexpr int M_TILES = WARP_ROWS / 16, S_TILES = KV_TILE / 8, O_TILES = COLUMNS / 8;
 // Keys of the heads that are worked on at a time: 16 MiB of k and v.
@@ -166,14 +163,15 @@ DC_FN void visit(WarpRows& rows, KvStream& kv, int t) {
   SharedStorage& smem = kv.smem;
   cp_async_wait<0>();
   __syncthreads();  // [landed]
-  if (STAGES == 2 && !LOAD_LATE) kv.load(t + 1, true, true);
-  if (STAGES == 1) kv.load(t, false, true);
-  cp_async_commit();
+  if (STAGES == 1) {
+    kv.load(t, false, true);
+    cp_async_commit();
+  }
 
   // A warp that sees no key of the tile leaves the tensor cores to the others. (Not with one stage:
   // S would be defined on one path only across the barrier, which costs spills.)
   if (DC_CAUSAL && STAGES == 2 && !rows.see(smem.work.q_row0, t * KV_TILE)) {
-    if (LOAD_LATE) kv.load(t + 1, true, true);
+    kv.load(t + 1, true, true);
     cp_async_commit();
     return;
   }
@@ -182,13 +180,10 @@ DC_FN void visit(WarpRows& rows, KvStream& kv, int t) {
   if (STAGES == 1) {
     cp_async_wait<0>();
     __syncthreads();  // [v landed]
-    kv.load(t + 1, true, false);
-    cp_async_commit();
   }
-  if (STAGES == 2 && LOAD_LATE) {
-    kv.load(t + 1, true, true);
-    cp_async_commit();
-  }
+  // After S, not before it: the tensor cores start right behind the barrier.
+  kv.load(t + 1, true, STAGES == 2);
+  cp_async_commit();
   if (t >= smem.work.n_whole) {
     const int lane = lane_id();
     mask_scores(s, rows.mask, smem.work.q_row0 + rows.row0 + lane / 4, t * KV_TILE + lane % 4 * 2);

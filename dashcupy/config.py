@@ -21,15 +21,24 @@ SMEM_BYTES = {
 }
 # What every GPU from 8.0 on has, and so the choice for a capability that is not in the table.
 _LEAST_SMEM_BYTES = 99 << 10
-# STEP_RING of bwd_sm80: 256 steps of 16 bytes.
+# STEP_RING of bwd_sm80: 128 steps of 32 bytes.
 _STEP_RING_BYTES = 4096
 
-# By head_dim up to the key; the first that fits is taken: (q_tile, kv_tile, warps, stages of k and
-# of v, whether q stays in registers, CTAs that share the registers of an SM). With a head_dim of
-# 128 the accumulators of 128 rows leave no register for q.
+# By head_dim_pad and shared memory of a CTA: (q_tile, kv_tile, warps, stages of k and of v, whether
+# q stays in registers, CTAs that must fit an SM, reason).
 _FORWARD_TILES = {
-    64: ((128, 64, 4, 2, True, 2),),
-    128: ((128, 64, 4, 2, False, 1), (64, 64, 4, 2, True, 2)),
+    (32, 99): (128, 64, 4, 2, False, 3, "3 CTAs an SM hide the softmax"),
+    (32, 163): (128, 64, 4, 2, False, 3, "3 CTAs an SM hide the softmax"),
+    (32, 227): (128, 64, 4, 2, False, 3, "3 CTAs an SM hide the softmax"),
+    (64, 99): (128, 64, 4, 1, True, 2, "two stages would leave one CTA an SM"),
+    (64, 163): (128, 64, 4, 2, True, 2, "a third CTA would not fit"),
+    (64, 227): (128, 128, 4, 2, False, 2, "half the barriers of a kv tile of 64"),
+    (96, 99): (128, 64, 8, 2, True, 1, "one CTA an SM fits: 8 warps of 16 rows in it"),
+    (96, 163): (128, 64, 4, 2, False, 2, "2 CTAs an SM, one barrier a kv tile"),
+    (96, 227): (128, 64, 4, 2, False, 2, "2 CTAs an SM, one barrier a kv tile"),
+    (128, 99): (128, 64, 8, 1, True, 1, "one CTA an SM fits: 8 warps of 16 rows in it"),
+    (128, 163): (128, 64, 4, 1, False, 2, "two stages would leave one CTA an SM"),
+    (128, 227): (128, 64, 4, 2, False, 2, "2 CTAs an SM, one barrier a kv tile"),
 }
 # (q_tile, kv_tile, stages of q, stages of dout). Large tiles come before stages: a q tile that is
 # read by half as many kv tiles halves the traffic of dq, a stage only hides a load.
@@ -176,11 +185,11 @@ def forward_smem_bytes(q_tile: int, kv_tile: int, pad: int, stages: int) -> int:
 
 
 def backward_smem_bytes(q_tile: int, kv_tile: int, pad: int, q_stages: int, do_stages: int) -> int:
-    """Shared memory of bwd_sm80: k, v, q, dout, p, dS, lse and delta, steps, the work number."""
+    """Shared memory of bwd_sm80: k, v, q, dout, p, dS, lse and delta, steps, what the CTA does."""
     tiles = (2 * kv_tile + (q_stages + do_stages) * q_tile) * row_bytes(pad)
     scores = 2 * q_tile * row_bytes(kv_tile)
     row_values = 2 * 2 * q_tile * 4
-    return tiles + scores + row_values + _STEP_RING_BYTES + 16
+    return tiles + scores + row_values + _STEP_RING_BYTES + 32
 
 
 def _cpu_config(problem: Problem, direction: str) -> Config:
@@ -203,13 +212,11 @@ def _reason(smem_text: str, group: int) -> str:
 
 
 def _forward_config(pad: int, limit: int, smem_text: str) -> ForwardConfig:
-    group = 64 if pad <= 64 else 128
-    for q_tile, kv_tile, n_warp, stages, q_registers, min_ctas in _FORWARD_TILES[group]:
-        smem_bytes = forward_smem_bytes(q_tile, kv_tile, pad, stages)
-        if smem_bytes <= limit:
-            return ForwardConfig("fwd_sm80", q_tile, kv_tile, n_warp, pad, stages, q_registers,
-                                 min_ctas, smem_bytes, _reason(smem_text, group))
-    raise AssertionError("the last entry of every list fits the smallest GPU")
+    q_tile, kv_tile, n_warp, stages, q_registers, min_ctas, reason = _FORWARD_TILES[
+        pad, limit >> 10]
+    return ForwardConfig("fwd_sm80", q_tile, kv_tile, n_warp, pad, stages, q_registers, min_ctas,
+                         forward_smem_bytes(q_tile, kv_tile, pad, stages),
+                         f"{smem_text}; {reason}")
 
 
 def _backward_config(pad: int, limit: int, smem_text: str) -> BackwardConfig:

@@ -34,31 +34,29 @@ DC_FN void load_8(u32 (&word)[4], const Element* gmem) {
 #endif
 }
 
-// Copies rows [row0, row0 + ROWS) of gmem[row][DC_HEAD_DIM] (row_stride in elements) into `tile`
-// by all N_THREAD threads. Rows outside [row_begin, row_end) and columns from DC_HEAD_DIM on become
-// zeros, and nothing of them is read: what lies there may be NaN or no memory at all.
+// Copies rows gmem[0 .. ROWS)[DC_HEAD_DIM] (row_stride in elements) into `tile` by all N_THREAD
+// threads. Rows outside [row_begin, row_end) and columns from DC_HEAD_DIM on become zeros, and
+// nothing of them is read: what lies there may be NaN or no memory at all.
 // With DC_ALIGNED the copy is asynchronous (commit and wait are the caller's); without it rows need
 // no alignment beyond an element's, and each thread stores what it loaded.
 template <int N_THREAD, class Tile>
-DC_FN void load_tile(Tile& tile, const Element* gmem, i64 row_stride, int row0, int row_begin,
-                     int row_end) {
+DC_FN void load_tile(Tile& tile, const Element* gmem, i64 row_stride, int row_begin, int row_end) {
   constexpr int n_chunk = Tile::n_column / 8;
   constexpr int n_copy = Tile::n_row * n_chunk;
   // With whole rows a pass, a thread keeps its column and steps down by pass_rows.
   constexpr bool whole_rows = N_THREAD % n_chunk == 0;
   constexpr int pass_rows = N_THREAD / n_chunk;
   const int first_row = threadIdx.x / n_chunk, first_column = threadIdx.x % n_chunk * 8;
-  const Element* first = gmem + (row0 + first_row) * row_stride + first_column;
+  const Element* first = gmem + first_row * row_stride + first_column;
 #pragma unroll
   for (int i = 0; i < ceil_div(n_copy, N_THREAD); ++i) {
     const int copy = threadIdx.x + i * N_THREAD;
     if (n_copy % N_THREAD != 0 && copy >= n_copy) break;
     const int row = whole_rows ? first_row + i * pass_rows : copy / n_chunk;
     const int column = whole_rows ? first_column : copy % n_chunk * 8;
-    const int gmem_row = row0 + row;
-    const bool valid = gmem_row >= row_begin && gmem_row < row_end && column < DC_HEAD_DIM;
+    const bool valid = row >= row_begin && row < row_end && column < DC_HEAD_DIM;
     const Element* from = whole_rows ? first + i * pass_rows * row_stride
-                                     : gmem + gmem_row * row_stride + column;
+                                     : gmem + row * row_stride + column;
     const u32 to = tile.address(row, column);
 #if DC_ALIGNED
     cp_async_16(to, from, valid);
