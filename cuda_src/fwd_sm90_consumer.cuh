@@ -219,6 +219,7 @@ struct Consumer {
   }
 
   // The q tile of the slot before `count`, whose O is complete: verdict, lse, out.
+  template <bool EDGE>
   DC_FN void finish(const float (&lane_sum)[2], const float (&row_reference)[2]) {
     const u32 slot = count - 1;
     const Work work = read_slot(smem, slot);
@@ -239,18 +240,8 @@ struct Consumer {
       if (work.n_tile >= 0 && !safe) st_shared(smem_address(&smem.failed[slot & 1]), 1);
       release(smem.verdict[slot & 1]);
     }
-    const int row = work.q_row0 + index * WARPGROUP_ROWS + 16 * warp + lane / 4;
-    if (lane % 4 == 0) {
-      float* lse = params.lse + work.batch * params.lse_batch + work.head * params.lse_head;
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        if (row + 8 * half < params.q_len)
-          lse[row + 8 * half] =
-              total[half] == 0.f
-                  ? -infinity()
-                  : (row_reference[half] + log2_approx(total[half])) * LN_2;
-    }
-    named_barrier_sync(Q_DONE + index, WARPGROUP_SIZE);  // all four warps: out goes over q
+    // out goes over q, which all four warps must be done with. At an edge the turn said so.
+    if (!EDGE) named_barrier_sync(Q_DONE + index, WARPGROUP_SIZE);
     const int thread = thread_index();
     const u32 out = smem_address(smem.q[slot % Q_STAGES][index]) +
                     ((thread / WARP_SIZE % 4) * 16 + thread % 16) * PANEL_ROW_BYTES;
@@ -270,6 +261,17 @@ struct Consumer {
     }
     fence_async_smem();  // generic stores above -> the storer's bulk store, which would miss them
     release(smem.out_full[slot & 1]);
+    const int row = work.q_row0 + index * WARPGROUP_ROWS + 16 * warp + lane / 4;
+    if (lane % 4 == 0) {
+      float* lse = params.lse + work.batch * params.lse_batch + work.head * params.lse_head;
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        if (row + 8 * half < params.q_len)
+          lse[row + 8 * half] =
+              total[half] == 0.f
+                  ? -infinity()
+                  : (row_reference[half] + log2_approx(total[half])) * LN_2;
+    }
   }
 
   // The products of S of this kv tile, and of O with P and v of the kv tile before; with EDGE, that
@@ -295,7 +297,7 @@ struct Consumer {
     if (EDGE) {
       float last_sum[2], last_reference[2];
       restore_rows(last_sum, last_reference);
-      finish(last_sum, last_reference);
+      finish<true>(last_sum, last_reference);
       clear_o();
     }
     late_exponentials();
@@ -331,7 +333,7 @@ struct Consumer {
     wgmma_wait<0>();
     release(smem.v_empty[stage]);
     next_stage();
-    finish(sum, reference);
+    finish<false>(sum, reference);
   }
 
   DC_FN void run() {

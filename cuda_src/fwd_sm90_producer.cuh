@@ -36,6 +36,14 @@ struct Scheduler {
       fresh = n_cta < n_work ? int(atomicAdd(params.work_counter, 1u)) + n_cta : n_work;
   }
 
+  // After the last claim: the last CTA leaves the counter as it was found.
+  DC_FN void give_back_counter() {
+    if (!params.work_counter || int(gridDim.x) >= n_work) return;
+    __threadfence();
+    if (atomicAdd(params.work_counter + 1, 1u) == gridDim.x - 1)
+      params.work_counter[0] = params.work_counter[1] = 0;
+  }
+
   DC_FN void judge() {
     const u32 parity = n_judged & 1;
     mbarrier_wait(address(smem.verdict[parity]), n_judged >> 1 & 1);
@@ -129,8 +137,9 @@ DC_FN void produce(const ForwardSm90Params& params, SharedStorage& smem) {
       kv.load_v();
       scheduler.post(tile, {tile, 0, 0, 0});
       mbarrier_arrive(full);
-      if (tile == END) return;
-      continue;
+      if (tile == HOLD) continue;
+      scheduler.give_back_counter();
+      return;
     }
     Work work = work_of(params, tile);
     const int n_tile = work.n_tile, kv_head = work.head / q_per_kv;
