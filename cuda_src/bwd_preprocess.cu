@@ -2,7 +2,7 @@
 // semaphores and work counter at zero. One CTA per q tile of a q head.
 //
 //   rows that exist and see a key:   lse_log2 = lse * log2(e), delta = sum of out * dout
-//   all other rows of the tile:      lse_log2 = +inf (then P = exp2(s - inf) is exactly 0), delta = 0
+//   all other rows of the tile:      lse_log2 = +inf (P = exp2(s - inf) is exactly 0), delta = 0
 //
 // With DC_ROW_VALUES (bwd_sm90) both go to params.lse_log2 instead, in the form of
 // tile/row_values.cuh.
@@ -77,7 +77,8 @@ extern "C" __global__ void __launch_bounds__(N_THREAD)
     }
   }
 
-  const schedule::Shape shape = schedule::make_shape(params.q_len, params.kv_len, params.mask_offset);
+  const schedule::Shape shape =
+      schedule::make_shape(params.q_len, params.kv_len, params.mask_offset);
   if (schedule::num_kv_tiles(shape, q_tile) > 0) return;
   Element* dq = params.dq + batch * params.dq_strides.batch + q_head * params.dq_strides.head;
   const int n_row = min_int(DC_Q_TILE, params.q_len - q_tile * DC_Q_TILE);

@@ -62,7 +62,8 @@ DC_FN void load_row_values(SharedStorage& smem, const BackwardParams& params, in
 
 // Scores of hidden keys to -inf: selected away before exp2, for a hidden key may score anything and
 // exp2 of it overflow.
-DC_FN void hide_keys(ScoreGrid::Acc& s, const Mask& mask, int q_row0, int key0, int warp, int lane) {
+DC_FN void hide_keys(ScoreGrid::Acc& s, const Mask& mask, int q_row0, int key0, int warp,
+                     int lane) {
 #pragma unroll
   for (int m = 0; m < ScoreGrid::m_tiles; ++m)
 #pragma unroll
@@ -242,11 +243,11 @@ DC_FN void visit_kv_tile(SharedStorage& smem, const BackwardParams& params, int 
       before.clear();
     }
     gemm<Stored::K_ROWS, Stored::K_ROWS, Q_TILE, 1>(dv, smem.p, KvGrid::row0(warp), dout,
-                                                 KvGrid::column0(warp), lane);
+                                                    KvGrid::column0(warp), lane);
     DqGrid::Acc dq;
     dq.clear();
     gemm<Stored::MN_ROWS, Stored::K_ROWS, KV_TILE, 1>(dq, smem.ds, DqGrid::row0(warp), smem.k,
-                                                   DqGrid::column0(warp), lane);
+                                                      DqGrid::column0(warp), lane);
 #pragma unroll
     for (int m = 0; m < DqGrid::m_tiles; ++m)
 #pragma unroll
@@ -256,7 +257,8 @@ DC_FN void visit_kv_tile(SharedStorage& smem, const BackwardParams& params, int 
     turn_is_open = !step.is_last;
     if (step.is_last) {
       const int q_head = step.tile / ceil_div(params.q_len, Q_TILE) % params.n_q_head;
-      Element* to = params.dq + kv.batch * params.dq_strides.batch + q_head * params.dq_strides.head;
+      Element* to =
+          params.dq + kv.batch * params.dq_strides.batch + q_head * params.dq_strides.head;
       store_result<DqGrid>(dq, to, params.dq_strides.row, step.row0, params.q_len,
                            params.scale, warp, lane);
     } else {
@@ -274,7 +276,7 @@ DC_FN void visit_kv_tile(SharedStorage& smem, const BackwardParams& params, int 
       cp_async_commit();
     }
     gemm<Stored::K_ROWS, Stored::K_ROWS, Q_TILE, 1>(dk, smem.ds, KvGrid::row0(warp), q,
-                                                 KvGrid::column0(warp), lane);
+                                                    KvGrid::column0(warp), lane);
     if (DC_Q_STAGES == 1) {
       __syncthreads();  // [q]
       if (t + 1 < total) load_q(smem, params, mask, t + 1);
@@ -300,7 +302,8 @@ extern "C" __global__ void __launch_bounds__(N_THREAD, 1)
   // A warp-uniform value, known as such to the compiler.
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / WARP_SIZE, 0);
   const int lane = threadIdx.x % WARP_SIZE;
-  const schedule::Shape shape = schedule::make_shape(params.q_len, params.kv_len, params.mask_offset);
+  const schedule::Shape shape =
+      schedule::make_shape(params.q_len, params.kv_len, params.mask_offset);
   const Mask mask{params.q_len, params.kv_len, params.mask_offset};
   const int n_head = params.batch * params.n_kv_head;
   const int total_work = n_head * schedule::num_work(shape);

@@ -1,5 +1,6 @@
-// What the host passes to each kernel: one struct by value. dashcupy/params.py packs the same fields
-// in the same order and says the sizes it counted (DC_PARAMS_BYTES), so that a drift fails to build.
+// What the host passes to each kernel: one struct by value. dashcupy/params.py packs the same
+// fields in the same order and says how many bytes it counted (DC_PARAMS_BYTES), so that a drift
+// fails to build.
 #pragma once
 #include "element.cuh"
 
@@ -32,7 +33,7 @@ struct BackwardParams {
   Element* dq;        // as q
   Element* dk;        // as k
   Element* dv;        // as k
-  float* lse_log2;    // workspace [batch, n_q_head, n_q * DC_Q_TILE]: lse * log2(e), +inf where P is 0
+  float* lse_log2;    // workspace [batch, n_q_head, n_q * DC_Q_TILE]: lse * log2(e); +inf: P is 0
   float* delta;       // workspace, same shape: rowsum(out * dout)
   float* dq_accum;    // workspace [batch, n_q_head, n_q][DC_Q_TILE * DC_HEAD_DIM_PAD], any contents
   u32* dq_semaphore;  // workspace [batch, n_q_head, n_q][DC_SEMAPHORE_STRIDE]
@@ -48,5 +49,15 @@ struct BackwardParams {
   int reserved;
 };
 
-static_assert(DC_PARAMS_BYTES == sizeof(ForwardParams) || DC_PARAMS_BYTES == sizeof(BackwardParams),
+struct CopyParams {
+  const Element* from;  // [batch, len, n_head, DC_HEAD_DIM]
+  Element* to;          // as from
+  Strides from_strides, to_strides;
+  int batch, len, n_head;
+  int reserved;
+};
+
+static_assert(DC_PARAMS_BYTES == sizeof(ForwardParams) ||
+                  DC_PARAMS_BYTES == sizeof(BackwardParams) ||
+                  DC_PARAMS_BYTES == sizeof(CopyParams),
               "params.py packs another struct");

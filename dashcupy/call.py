@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 
 from . import arrays, cpu, driver, env, schedules
+from .arguments import contiguous_strides
 from .arrays import CPU, Borrowed, Framework, Layout
+from .config import uses_tensor_maps
 from .errors import InvalidInputError
-from .launch import Launcher, contiguous_strides, is_aligned, require_contiguous_rows
+from .launch import Launcher, is_aligned, require_contiguous_rows
 from .outputs import check_outputs
 from .plan import Plan, make_plan
 from .problem import AXES, Problem, lse_dtype, mask_from_causal, number_from_scale
@@ -79,9 +81,10 @@ def plan(direction: str, inputs: tuple[Any, ...], *, causal: bool | str = False,
         return make_plan(problem, direction, CPU, schedule)
     for name, layout in layouts.items():
         require_contiguous_rows(name, layout)
-    aligned = is_aligned([b.pointer for b in borrowed], layouts)
-    return make_plan(problem, direction, driver.device(device).compute_capability, schedule,
-                     aligned, env.debug())
+    target = driver.device(device).compute_capability
+    aligned = is_aligned([b.pointer for b in borrowed], layouts,
+                         uses_tensor_maps(direction, target))
+    return make_plan(problem, direction, target, schedule, aligned, env.debug())
 
 
 def _borrow_given(direction: str, framework: Framework, inputs: tuple[Any, ...],
@@ -130,7 +133,8 @@ def _run_gpu(direction: str, framework: Framework, borrowed: list[Borrowed],
         *options, _layouts(borrowed), _layouts(outputs))
     stream = framework.stream(device)
     n_bytes = launcher.plan.workspace_bytes
-    if framework.is_capturing(stream):
+    captured = framework.is_capturing(stream)
+    if captured:
         arrays.require_capturable(framework, _not_given(direction, outputs, scratch, n_bytes,
                                                         n_wanted))
     like = borrowed[0]
@@ -143,7 +147,7 @@ def _run_gpu(direction: str, framework: Framework, borrowed: list[Borrowed],
     # The workspace may go back to its allocator right after the launch: CuPy and torch hand
     # memory out again in the order of the stream that it was allocated on, which is this one.
     launcher([b.pointer for b in borrowed] + [b.pointer for b in results],
-             scratch.pointer if scratch is not None else 0, stream)
+             scratch.pointer if scratch is not None else 0, stream, captured)
     if framework.holds:
         arrays.hold(stream, [*borrowed, *results, scratch])
     return [framework.deliver(result) for result in results]
@@ -162,8 +166,9 @@ def _launcher(direction: str, device: int, may_be_aligned: bool, debug: bool,
     wanted = tuple(_result(name, problem) for name in RESULTS[direction])
     for name, (shape, dtype) in zip(RESULTS[direction], wanted):
         known.setdefault(name, Layout(shape, contiguous_strides(shape), dtype))
-    plan = make_plan(problem, direction, driver.device(device).compute_capability, schedule,
-                     may_be_aligned and is_aligned((), known), debug)
+    target = driver.device(device).compute_capability
+    aligned = may_be_aligned and is_aligned((), known, uses_tensor_maps(direction, target))
+    plan = make_plan(problem, direction, target, schedule, aligned, debug)
     return Launcher(plan, known, device, max_ctas), wanted
 
 
@@ -202,7 +207,9 @@ def _not_given(direction: str, outputs: list[Borrowed | None], scratch: Borrowed
     if direction == "forward" and n_wanted == 1:
         missing.append("return_lse=True")
     if n_bytes and scratch is None:
-        missing.append(f"workspace= (uint8, {n_bytes} bytes)")
+        missing.append(f"workspace= (uint8, {n_bytes} bytes)" if direction == "backward" else
+                       "arrays whose addresses and strides are multiples of 16 bytes (others are "
+                       "copied to scratch memory first)")
     return missing
 
 

@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from . import driver, modules, params, schedules
+from . import counters, driver, modules, params, schedules, tensor_map
+from .arguments import make_arguments, used_strides
 from .arrays import Layout
 from .errors import DeviceError, HangError, InvalidInputError
-from .plan import REPORT_WORDS, KernelPlan, Plan, head_group, scale_log2
+from .plan import REPORT_WORDS, Plan
+from .plan_parts import KernelPlan
 
 _ERROR_INVALID_CONTEXT = 201
 # Bytes that the kernels read at a time from arrays that are aligned.
@@ -19,8 +21,9 @@ _VECTOR_BYTES = 16
 _VECTOR_ELEMENTS = 8
 
 
-def is_aligned(pointers: Sequence[int], layouts: Mapping[str, Layout]) -> bool:
-    """Whether all 16-bit arrays may be read 16 bytes at a time.
+def is_aligned(pointers: Sequence[int], layouts: Mapping[str, Layout],
+               by_tensor_map: bool = False) -> bool:
+    """Whether all 16-bit arrays may be read 16 bytes at a time, or by the copy engine.
 
     Parameters
     ----------
@@ -28,16 +31,16 @@ def is_aligned(pointers: Sequence[int], layouts: Mapping[str, Layout]) -> bool:
         Addresses of their first elements.
     layouts
         By name; lse is left out, as it is read one element at a time.
+    by_tensor_map
+        Whether the kernels read by the copy engine, which also refuses strides of 0 and less.
     """
     if functools.reduce(lambda a, b: a | b, pointers, 0) % _VECTOR_BYTES:
         return False
+    if by_tensor_map and not all(tensor_map.can_describe(layout)
+                                 for name, layout in layouts.items() if name != "lse"):
+        return False
     return all(stride % _VECTOR_ELEMENTS == 0 for name, layout in layouts.items() if name != "lse"
                for stride in used_strides(layout)[:-1])
-
-
-def used_strides(layout: Layout) -> tuple[int, ...]:
-    """Strides in elements; 0 for an axis of size 0 or 1, whose stride says nothing."""
-    return tuple(stride if size > 1 else 0 for size, stride in zip(layout.shape, layout.strides))
 
 
 def require_contiguous_rows(name: str, layout: Layout) -> None:
@@ -52,34 +55,6 @@ def require_contiguous_rows(name: str, layout: Layout) -> None:
         raise InvalidInputError(
             f"{name} has strides {tuple(layout.strides)} (in elements): on a GPU the last axis "
             f"must be contiguous (stride 1), the others are free; copy {name} to C order")
-
-
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides in elements of a new array."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
-def struct_values(plan: Plan, layouts: Mapping[str, Layout]) -> dict[str, int | float]:
-    """Every field of the parameter struct but the pointers."""
-    problem = plan.problem
-    values: dict[str, int | float] = {
-        "batch": problem.batch, "n_q_head": problem.n_q_head, "n_kv_head": problem.n_kv_head,
-        "q_len": problem.q_len, "kv_len": problem.kv_len, "mask_offset": problem.mask_offset,
-        "scale": problem.scale, "scale_log2": scale_log2(problem), "reserved": 0,
-        "head_group": head_group(problem),
-    }
-    for name, layout in layouts.items():
-        strides = used_strides(layout)
-        if name == "lse":
-            values["lse_batch"], values["lse_head"] = strides[:2]
-        else:
-            for axis, stride in zip(("batch", "row", "head"), strides):
-                values[f"{name}_strides.{axis}"] = stride
-    return values
 
 
 class Launcher:
@@ -109,8 +84,6 @@ class Launcher:
                  max_ctas: int | None = None):
         self.plan = plan
         self.device = device
-        self._template = params.pack(plan.direction, struct_values(plan, layouts))
-        self._pack_pointers = params.pointer_packer(plan.direction).pack_into
         offsets = {region.name: region.offset for region in plan.workspace}
         self._present = tuple(name in offsets for name in params.WORKSPACE[plan.direction])
         self._offsets = tuple(offsets.get(name, 0) for name in params.WORKSPACE[plan.direction])
@@ -118,9 +91,17 @@ class Launcher:
                               for name in plan.cleared)
         self._kernels = tuple(_LoadedKernel(kernel, plan, device, max_ctas)
                               for kernel in plan.kernels)
+        # Kernels that take the same struct share it.
+        keys = [(kernel.params, kernel.copies) for kernel in plan.kernels]
+        used = list(dict.fromkeys(keys))
+        self._makers = tuple(make_arguments(kind, plan, layouts, copies) for kind, copies in used)
+        self._struct_of = tuple(used.index(key) for key in keys)
+        self._counters = (counters.of_device(device)
+                          if any(kernel.counter for kernel in plan.kernels) else None)
         self._reports = plan.debug and "report" in plan.cleared
 
-    def __call__(self, pointers: Sequence[int], workspace: int, stream: int) -> None:
+    def __call__(self, pointers: Sequence[int], workspace: int, stream: int,
+                 captured: bool = False) -> None:
         """Enqueue the kernels; waits for nothing, except in a debug build.
 
         Parameters
@@ -131,24 +112,24 @@ class Launcher:
             Address of ``plan.workspace_bytes`` bytes, a multiple of 16; any contents.
         stream
             Handle of the CUDA stream.
+        captured
+            Whether a CUDA graph records the launch and may run it again.
 
         Raises
         ------
         DeviceError
-            The driver refuses a launch.
+            The driver refuses a launch or a tensor map.
         HangError
             Debug builds: a CTA gave up waiting for its turn.
         """
-        # A buffer of its own for each call, so that threads do not meet; the driver copies it.
-        struct = ctypes.create_string_buffer(self._template, len(self._template))
-        self._pack_pointers(struct, 0, *pointers, *[
-            workspace + offset if present else 0
-            for offset, present in zip(self._offsets, self._present)])
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(struct))
+        addresses = (*pointers, *[workspace + offset if present else 0
+                                  for offset, present in zip(self._offsets, self._present)])
+        counter = self._counters.take(captured) if self._counters else 0
+        structs = [make(addresses, counter) for make in self._makers]
         for offset, n_bytes in self._cleared:
             driver.require_cupy().cuda.runtime.memsetAsync(workspace + offset, 0, n_bytes, stream)
-        for kernel in self._kernels:
-            kernel.launch(stream, arguments)
+        for kernel, which in zip(self._kernels, self._struct_of):
+            kernel.launch(stream, (ctypes.c_void_p * 1)(ctypes.addressof(structs[which])))
         if self._reports:
             _raise_hang(self.plan, workspace, stream)
 
@@ -167,7 +148,8 @@ class _LoadedKernel:
             resident = per_sm * driver.device(device).n_sm
             if max_ctas is not None:
                 resident = min(resident, max_ctas)
-            schedules.require_resident(plan.schedule, plan.shape, resident)
+            if plan.schedule is not None:
+                schedules.require_resident(plan.schedule, plan.shape, resident)
             self._grid = min(kernel.grid, resident)
         launch = _cooperative_launch() if kernel.cooperative else _plain_launch()
         self._call = functools.partial(launch, self._function, self._grid, 1, 1, kernel.threads,

@@ -50,3 +50,16 @@ DC_FN void st_shared_v4(u32 smem, float x, float y, float z, float w) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "f"(x), "f"(y), "f"(z), "f"(w)
                : "memory");
 }
+
+DC_FN void ld_shared_v4(u32 (&v)[4], u32 smem) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(smem)
+               : "memory");
+}
+
+DC_FN u32 ld_shared(u32 smem) {
+  u32 v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(smem) : "memory");
+  return v;
+}

@@ -1,11 +1,7 @@
 // Bulk copies by the copy engine, with and without a tensor map (sm_90).
 #pragma once
 #include "ptx/async_copy.cuh"
-
-// What cuTensorMapEncodeTiled makes; a kernel takes it as `const __grid_constant__ TensorMap`.
-struct alignas(64) TensorMap {
-  u64 opaque[16];
-};
+#include "tensor_map.cuh"
 
 // Coordinates are in elements, innermost axis first; what lies outside the tensor is read as zero
 // and not written. Loads announce their bytes (of the whole box, zeros included) to a barrier.

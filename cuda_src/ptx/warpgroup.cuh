@@ -19,6 +19,14 @@ DC_FN int warp_in_warpgroup() {
   return __shfl_sync(0xffffffffu, int(threadIdx.x) / WARP_SIZE % 4, 0);
 }
 
+// Number of this thread, read anew at each call: what is computed from it stays where the call
+// stands, instead of in registers across a loop. PTX ISA: special registers, %tid.
+DC_FN int thread_index() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // Registers a thread of this warpgroup may use from here on: a multiple of 8. The pool is what the
 // CTA was launched with (registers a thread times threads); a raise waits until others dropped
 // enough.

@@ -20,8 +20,8 @@ struct Accumulator {
 
 enum class Stored { MN_ROWS, K_ROWS };  // one row of the tile = one m or n, or one k
 
-// The lane's part of an address and the constant part are kept apart below, so that all fragments of
-// a tile are one register plus immediate offsets.
+// The lane's part of an address and the constant part are kept apart below, so that all fragments
+// of a tile are one register plus immediate offsets.
 
 // 16 (m) x 16 (k) piece as an A operand.
 template <Stored STORED, class Tile>
@@ -68,10 +68,10 @@ struct NothingBetween {
 // acc += A[m0 .., 0 .. K) B[0 .. K, n0 ..); after k step i (of 16) it calls between(i).
 // The operands of a piece are loaded DEPTH pieces before they are multiplied: with two warps a
 // scheduler nobody else hides the latency of ldmatrix.
-template <Stored A_STORED, Stored B_STORED, int K, int DEPTH, int M_TILES, int N_TILES, class TileA,
-          class TileB, class Between = NothingBetween>
-DC_FN void gemm(Accumulator<M_TILES, N_TILES>& acc, const TileA& a_tile, int m0, const TileB& b_tile,
-                int n0, int lane, const Between& between = Between()) {
+template <Stored A_STORED, Stored B_STORED, int K, int DEPTH, int M_TILES, int N_TILES,
+          class TileA, class TileB, class Between = NothingBetween>
+DC_FN void gemm(Accumulator<M_TILES, N_TILES>& acc, const TileA& a_tile, int m0,
+                const TileB& b_tile, int n0, int lane, const Between& between = Between()) {
   static_assert(K % 16 == 0 && N_TILES % 2 == 0, "whole pieces");
   constexpr int n_pair = N_TILES / 2, n_piece = K / 16 * n_pair;
   constexpr int a_ring = ceil_div(DEPTH, n_pair) + 1, b_ring = DEPTH + 1;

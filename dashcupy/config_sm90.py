@@ -1,0 +1,89 @@
+"""Tiles, stages and warpgroups of the Hopper kernels (compute capability 9.0)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TARGET = (9, 0)
+MAX_HEAD_DIM = 256
+WARPGROUP_ROWS = 64
+_PANEL_COLUMNS = 64
+_SMEM_ALIGNMENT = 1024
+
+# By columns of a tile: (kv_tile, consumer warpgroups, stages of k and of v, stages of q,
+# exponentials that run before P v of the tile before is waited for, reason).
+_FORWARD_TILES = {
+    64: (128, 3, 4, 2, 0, "three warpgroups take turns at the tensor cores: exponentials are the "
+                          "limit"),
+    96: (128, 2, 2, 2, 32, "as head_dim 128"),
+    128: (128, 2, 2, 2, 32, "two warpgroups take turns at the tensor cores; q twice, so that the "
+                            "next q tile overlaps the last"),
+    192: (96, 2, 2, 1, 0, "the largest kv tile of which two stages fit"),
+    256: (80, 2, 2, 1, 0, "the largest kv tile of which two stages fit"),
+}
+
+
+@dataclass(frozen=True)
+class ForwardSm90Config:
+    """How the Hopper forward is cut.
+
+    Parameters
+    ----------
+    kernel
+        ``"fwd_sm90"``.
+    q_tile, kv_tile
+        Rows of a tile.
+    n_consumer
+        Warpgroups that compute, 64 rows of the q tile each; one more loads and stores.
+    head_dim_pad
+        Columns in the products; those from ``head_dim`` on are zeros.
+    stages, q_stages
+        Tiles of k, and of v, and of q, in shared memory.
+    early_exponentials
+        Exponentials of a thread that run before the last product of P and v is waited for.
+    fixed_reference
+        Whether a row's maximum is followed in its first kv tiles only (and the q tile done again
+        where that leaves the range of float32). Not for float16, whose range is 2^16.
+    smem_bytes
+        Dynamic shared memory of a CTA.
+    reason
+        Why these.
+    """
+
+    kernel: str
+    q_tile: int
+    kv_tile: int
+    n_consumer: int
+    head_dim_pad: int
+    stages: int
+    q_stages: int
+    early_exponentials: int
+    fixed_reference: bool
+    smem_bytes: int
+    reason: str
+
+    @property
+    def n_warp(self) -> int:
+        """Warps of a CTA."""
+        return 4 * (1 + self.n_consumer)
+
+
+def forward_config(head_dim: int, dtype: str, smem_text: str) -> ForwardSm90Config:
+    """The config of a forward that ``fwd_sm90`` serves: head_dim a multiple of 8 up to 256."""
+    pad = next(columns for columns in _FORWARD_TILES if head_dim <= columns)
+    kv_tile, n_consumer, stages, q_stages, early, reason = _FORWARD_TILES[pad]
+    return ForwardSm90Config(
+        "fwd_sm90", WARPGROUP_ROWS * n_consumer, kv_tile, n_consumer, pad, stages, q_stages, early,
+        dtype == "bfloat16", forward_smem_bytes(kv_tile, n_consumer, pad, stages, q_stages),
+        f"{smem_text}; {reason}")
+
+
+def forward_smem_bytes(kv_tile: int, n_consumer: int, pad: int, stages: int,
+                       q_stages: int) -> int:
+    """Shared memory of fwd_sm90: SharedStorage in fwd_sm90_layout.cuh."""
+    row_bytes = -(-pad // _PANEL_COLUMNS) * _PANEL_COLUMNS * 2
+    tiles = (q_stages * n_consumer * WARPGROUP_ROWS + 2 * stages * kv_tile) * row_bytes
+    saved_rows = 16 * (1 if q_stages == 1 else 128 * n_consumer)
+    slots, barriers, flags = 4 * 16, 8 * (4 * stages + 2 * q_stages + 4), 5 * 4
+    total = tiles + saved_rows + slots + barriers + flags
+    return -(-total // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT

@@ -1,0 +1,51 @@
+"""Work counters in device memory for kernels that hand out their work as they go."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+from . import driver
+
+COUNTER_BYTES = 8  # two words; a kernel leaves them as zero as it found them
+N_COUNTER = 1 << 16
+
+
+class Counters:
+    """Counters of one GPU: one for each launch in flight.
+
+    Half of them are handed out in turn, so that two launches share one only if 2^15 others were
+    enqueued between them, which is more than streams can hold. A launch that a CUDA graph records
+    may run again at any time, so it gets one of the other half for good.
+
+    Parameters
+    ----------
+    device
+        Number of the GPU, which must be the current one.
+    """
+
+    def __init__(self, device: int):
+        runtime = driver.require_cupy().cuda.runtime
+        self._base = runtime.malloc(N_COUNTER * COUNTER_BYTES)  # kept as long as the process
+        runtime.memset(self._base, 0, N_COUNTER * COUNTER_BYTES)
+        runtime.deviceSynchronize()  # streams that do not wait for the default one come next
+        self._launches = itertools.count()
+        self._captured = itertools.count()
+
+    def take(self, captured: bool) -> int:
+        """Address of a counter for one launch; 0 if a graph asks and none is left."""
+        half = N_COUNTER // 2
+        if not captured:
+            index = next(self._launches) % half
+        else:
+            index = next(self._captured)
+            if index >= half:
+                return 0
+            index += half
+        return self._base + index * COUNTER_BYTES
+
+
+@functools.cache
+def of_device(device: int) -> Counters:
+    """The counters of a GPU, which must be the current one at the first call."""
+    return Counters(device)
