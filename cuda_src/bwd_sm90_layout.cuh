@@ -1,6 +1,7 @@
 // bwd_sm90: tiles, roles, what lies in shared memory, and the barriers between the roles.
 #pragma once
 #include "params.cuh"
+#include "params_bwd_sm90.cuh"
 #include "schedules/contract.cuh"
 #include DC_SCHEDULE
 #include "ptx/mbarrier.cuh"
@@ -28,13 +29,6 @@ static_assert(HELPER_REGISTERS + N_CONSUMER * CONSUMER_REGISTERS <= 168 * (1 + N
 constexpr int Q_TILE_BYTES = Q_TILE * HEAD_DIM * 2, KV_TILE_BYTES = KV_TILE * HEAD_DIM * 2;
 constexpr int DS_BYTES = KV_TILE * Q_TILE * 2, DQ_BYTES = Q_TILE * HEAD_DIM * 4;
 constexpr int ROW_TILE_BYTES = Q_TILE * ROW_VALUE_BYTES;
-
-// The tensor maps, each [batch, head, len, head_dim] with a box of 64 columns: one panel. Rows that
-// no key or row of the other side sees are outside the tensor and arrive as zeros: q and dout begin
-// at Mask::first_row, k and v end at Mask::last_key_end.
-struct BackwardMaps {
-  TensorMap q, dout, k, v;
-};
 
 // One visit of this CTA: q tile `q_tile` of q head `q_head` of the group.
 struct Step {

@@ -59,6 +59,8 @@ def make_arguments(kind: str, plan: Plan, layouts: Mapping[str, Layout],
         return _Copy(plan, layouts, *copies)
     if kind == "forward_sm90":
         return _ForwardSm90(plan, layouts)
+    if kind == "backward_maps":
+        return _BackwardMaps(plan, layouts)
     return _Plain(kind, plan, layouts)
 
 
@@ -125,14 +127,58 @@ class _ForwardSm90:
         buffer = ctypes.create_string_buffer(self._template, len(self._template))
         for offset, which, layout, rows, made in self._maps:
             pointer = addresses[which]
-            raw = made.get(pointer)
-            if raw is None:
-                if len(made) >= _MAX_MAPS:
-                    made.clear()
-                raw = made[pointer] = tensor_map.encode_rows(pointer, layout, rows)
-            buffer[offset:offset + tensor_map.N_BYTES] = raw
+            buffer[offset:offset + tensor_map.N_BYTES] = _map(pointer, layout, rows, made)
         self._pack(buffer, self._pointers_at, addresses[self._lse], counter)
         return buffer
+
+
+class _BackwardMaps:
+    """Tensor maps of q, dout, k and v, of the rows and keys that see or are seen.
+
+    Rows that see no key and keys that no row sees lie outside and are read as zeros: they may hold
+    NaN, and 0 times NaN is NaN.
+    """
+
+    def __init__(self, plan: Plan, layouts: Mapping[str, Layout]):
+        problem, order = plan.problem, _address_order("backward")
+        first_row, key_end = 0, problem.kv_len
+        if problem.causal:
+            first_row = max(0, -problem.mask_offset)
+            key_end = min(problem.kv_len, problem.q_len + problem.mask_offset)
+        copied = {name for kernel in plan.kernels for name in kernel.copies or ()}
+        self._maps = []  # (offset in the struct, which address, bytes behind it, layout, box, made)
+        if problem.q_len == 0 or problem.n_q_head == 0:
+            return  # no step reads anything, and a map must be of something
+        for name, offset in params.offsets("backward_maps").items():
+            rows, begin, end = (
+                (plan.config.kv_tile, 0, key_end) if name in ("k", "v") else
+                (plan.config.q_tile, first_row, problem.q_len))
+            layout = layouts[name]
+            if f"{name}_copy" in copied:
+                layout = layout._replace(strides=contiguous_strides(layout.shape))
+                name = f"{name}_copy"
+            skip = tensor_map.ELEMENT_BYTES * begin * layout.strides[1]
+            batch, _, n_head, head_dim = layout.shape
+            self._maps.append((offset, order.index(name), skip,
+                               layout._replace(shape=(batch, end - begin, n_head, head_dim)),
+                               rows, {}))
+
+    def __call__(self, addresses: Sequence[int], counter: int) -> ctypes.Array:
+        buffer = ctypes.create_string_buffer(params.n_bytes("backward_maps"))
+        for offset, which, skip, layout, rows, made in self._maps:
+            buffer[offset:offset + tensor_map.N_BYTES] = _map(addresses[which] + skip, layout,
+                                                              rows, made)
+        return buffer
+
+
+def _map(pointer: int, layout: Layout, rows: int, made: dict[int, bytes]) -> bytes:
+    """The tensor map of an array at that address, from those that were made before if it can."""
+    raw = made.get(pointer)
+    if raw is None:
+        if len(made) >= _MAX_MAPS:
+            made.clear()
+        raw = made[pointer] = tensor_map.encode_rows(pointer, layout, rows)
+    return raw
 
 
 def _address_order(direction: str) -> tuple[str, ...]:

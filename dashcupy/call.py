@@ -83,7 +83,7 @@ def plan(direction: str, inputs: tuple[Any, ...], *, causal: bool | str = False,
         require_contiguous_rows(name, layout)
     target = driver.device(device).compute_capability
     aligned = is_aligned([b.pointer for b in borrowed], layouts,
-                         uses_tensor_maps(direction, target))
+                         uses_tensor_maps(problem, direction, target))
     return make_plan(problem, direction, target, schedule, aligned, env.debug())
 
 
@@ -167,7 +167,8 @@ def _launcher(direction: str, device: int, may_be_aligned: bool, debug: bool,
     for name, (shape, dtype) in zip(RESULTS[direction], wanted):
         known.setdefault(name, Layout(shape, contiguous_strides(shape), dtype))
     target = driver.device(device).compute_capability
-    aligned = may_be_aligned and is_aligned((), known, uses_tensor_maps(direction, target))
+    aligned = may_be_aligned and is_aligned((), known,
+                                            uses_tensor_maps(problem, direction, target))
     plan = make_plan(problem, direction, target, schedule, aligned, debug)
     return Launcher(plan, known, device, max_ctas), wanted
 

@@ -95,6 +95,8 @@ class BackwardConfig:
 
     Parameters
     ----------
+    kernel
+        ``"bwd_sm80"``, ``"bwd_sm90"``, or ``"cpu"`` for the NumPy backend.
     q_stages, do_stages
         Tiles of q, and of dout, in flight; 0 on the CPU.
     """
@@ -116,8 +118,8 @@ Config = ForwardConfig | ForwardSm90Config | BackwardConfig
 def choose_config(problem: Problem, direction: str, target: Target) -> Config:
     """Tiles and stages for a problem.
 
-    Bits depend on the tiles, so this looks at dtype, head_dim and compute capability only: never
-    at batch, heads, SM count or GPU model.
+    Bits depend on the tiles, so this looks at dtype, head_dim, scale and compute capability only:
+    never at batch, heads, strides, SM count or GPU model.
 
     Parameters
     ----------
@@ -137,21 +139,23 @@ def choose_config(problem: Problem, direction: str, target: Target) -> Config:
     require_gpu_problem(problem, direction, target)
     limit = SMEM_BYTES.get(target, _LEAST_SMEM_BYTES)
     text = _smem_text(target, limit)
-    if uses_tensor_maps(direction, target):
-        return config_sm90.forward_config(problem.head_dim, problem.dtype, text)
+    if uses_tensor_maps(problem, direction, target):
+        return (config_sm90.forward_config(problem.head_dim, problem.dtype, text)
+                if direction == "forward" else _backward_sm90_config(text))
     pad = head_dim_pad(problem.head_dim)
     choose = {"forward": _forward_config, "backward": _backward_config}[direction]
     return choose(pad, limit, text)
 
 
-def uses_tensor_maps(direction: str, target: Target) -> bool:
+def uses_tensor_maps(problem: Problem, direction: str, target: Target) -> bool:
     """Whether the kernel reads by the copy engine, which takes no strides of 0 or less."""
-    return direction == "forward" and target == config_sm90.TARGET
+    return target == config_sm90.TARGET and (
+        direction == "forward" or config_sm90.serves_backward(problem))
 
 
 def max_head_dim(direction: str, target: tuple[int, int]) -> int:
     """Largest head_dim that a kernel serves."""
-    if uses_tensor_maps(direction, target):
+    if direction == "forward" and target == config_sm90.TARGET:
         return config_sm90.MAX_HEAD_DIM
     return MAX_HEAD_DIM
 
@@ -244,3 +248,12 @@ def _backward_config(pad: int, limit: int, smem_text: str) -> BackwardConfig:
             return BackwardConfig("bwd_sm80", q_tile, kv_tile, 8, pad, q_stages, do_stages,
                                   smem_bytes, _reason(smem_text, group))
     raise AssertionError("the last entry of every list fits the smallest GPU")
+
+
+def _backward_sm90_config(smem_text: str) -> BackwardConfig:
+    stages = config_sm90.BACKWARD_STAGES
+    return BackwardConfig(
+        "bwd_sm90", config_sm90.BACKWARD_Q_TILE, config_sm90.BACKWARD_KV_TILE,
+        4 * (1 + config_sm90.BACKWARD_CONSUMERS), config_sm90.BACKWARD_HEAD_DIM, stages, stages,
+        config_sm90.backward_smem_bytes(),
+        f"{smem_text}; two warpgroups hold dk and dv of 64 keys each in registers")

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .problem import Problem
+
 TARGET = (9, 0)
 MAX_HEAD_DIM = 256
 WARPGROUP_ROWS = 64
 _PANEL_COLUMNS = 64
 _SMEM_ALIGNMENT = 1024
+
+# The backward: its main loop is made for one head_dim and these tiles.
+BACKWARD_HEAD_DIM = 128
+BACKWARD_Q_TILE, BACKWARD_KV_TILE = 64, 128
+BACKWARD_CONSUMERS, BACKWARD_STAGES = 2, 2
+# Scales for which lse / scale, and what hides a key, stay inside float32 (tile/row_values.cuh).
+_BACKWARD_SCALES = (2.0**-20, 2.0**20)
+_BATCH_STEPS, _N_BATCH = 8, 4
+ROW_VALUE_BYTES = 16
 
 # By columns of a tile: (kv_tile, consumer warpgroups, stages of k and of v, stages of q,
 # exponentials that run before P v of the tile before is waited for, reason).
@@ -86,4 +97,22 @@ def forward_smem_bytes(kv_tile: int, n_consumer: int, pad: int, stages: int,
     saved_rows = 16 * (1 if q_stages == 1 else 128 * n_consumer)
     slots, barriers, flags = 4 * 16, 8 * (4 * stages + 2 * q_stages + 4), 5 * 4
     total = tiles + saved_rows + slots + barriers + flags
+    return -(-total // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
+
+
+def serves_backward(problem: Problem) -> bool:
+    """Whether ``bwd_sm90`` can do a problem of a dtype that GPUs can do: head_dim and scale."""
+    least, most = _BACKWARD_SCALES
+    return problem.head_dim == BACKWARD_HEAD_DIM and least <= problem.scale <= most
+
+
+def backward_smem_bytes() -> int:
+    """Shared memory of bwd_sm90: SharedStorage in bwd_sm90_layout.cuh."""
+    q_tile, kv_tile, head_dim = BACKWARD_Q_TILE, BACKWARD_KV_TILE, BACKWARD_HEAD_DIM
+    k_v = 2 * kv_tile * head_dim * 2
+    stage = (2 * q_tile * head_dim * 2 + kv_tile * q_tile * 2 + q_tile * head_dim * 4
+             + q_tile * ROW_VALUE_BYTES)  # q and dout, dS, the part of dq, row values
+    batches = _N_BATCH * (16 * _BATCH_STEPS + 4 * 12)
+    barriers = 8 * (6 * BACKWARD_STAGES + 3 + 2 * _N_BATCH + 1)
+    total = k_v + BACKWARD_STAGES * stage + batches + barriers
     return -(-total // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -12,7 +13,8 @@ from . import counters, driver, modules, params, schedules, tensor_map
 from .arguments import make_arguments, used_strides
 from .arrays import Layout
 from .errors import DeviceError, HangError, InvalidInputError
-from .plan import REPORT_WORDS, Plan
+from .plan import Plan
+from .plan_backward import REPORT_WORDS
 from .plan_parts import KernelPlan
 
 _ERROR_INVALID_CONTEXT = 201
@@ -92,10 +94,11 @@ class Launcher:
         self._kernels = tuple(_LoadedKernel(kernel, plan, device, max_ctas)
                               for kernel in plan.kernels)
         # Kernels that take the same struct share it.
-        keys = [(kernel.params, kernel.copies) for kernel in plan.kernels]
-        used = list(dict.fromkeys(keys))
+        keys = [[(kind, kernel.copies) for kind in (kernel.params, kernel.maps) if kind]
+                for kernel in plan.kernels]
+        used = list(dict.fromkeys(itertools.chain(*keys)))
         self._makers = tuple(make_arguments(kind, plan, layouts, copies) for kind, copies in used)
-        self._struct_of = tuple(used.index(key) for key in keys)
+        self._structs_of = tuple(tuple(used.index(key) for key in of) for of in keys)
         self._counters = (counters.of_device(device)
                           if any(kernel.counter for kernel in plan.kernels) else None)
         self._reports = plan.debug and "report" in plan.cleared
@@ -128,8 +131,9 @@ class Launcher:
         structs = [make(addresses, counter) for make in self._makers]
         for offset, n_bytes in self._cleared:
             driver.require_cupy().cuda.runtime.memsetAsync(workspace + offset, 0, n_bytes, stream)
-        for kernel, which in zip(self._kernels, self._struct_of):
-            kernel.launch(stream, (ctypes.c_void_p * 1)(ctypes.addressof(structs[which])))
+        for kernel, which in zip(self._kernels, self._structs_of):
+            kernel.launch(stream, (ctypes.c_void_p * len(which))(
+                *[ctypes.addressof(structs[i]) for i in which]))
         if self._reports:
             _raise_hang(self.plan, workspace, stream)
 

@@ -24,10 +24,13 @@ ARRAYS = {
     "forward": ("q", "k", "v", "out", "lse"),
     "backward": ("q", "k", "v", "out", "dout", "lse", "dq", "dk", "dv"),
 }
-# Parts of the workspace, in the order of the struct.
+_BACKWARD_POINTERS = (*ARRAYS["backward"], "lse_log2", "delta", "dq_accum", "dq_semaphore",
+                      "work_counter", "report")
+# Parts of the workspace: those of the struct in its order, then copies.
 WORKSPACE = {
     "forward": ("q_copy", "k_copy", "v_copy", "out_copy"),
-    "backward": ("lse_log2", "delta", "dq_accum", "dq_semaphore", "work_counter", "report"),
+    "backward": (*_BACKWARD_POINTERS[len(ARRAYS["backward"]):],
+                 "q_copy", "k_copy", "v_copy", "dout_copy"),
 }
 _SIZES = ("batch", "n_q_head", "n_kv_head", "q_len", "kv_len", "mask_offset")
 
@@ -41,7 +44,7 @@ FIELDS = {
         *_fields("i", "reserved"),
     ),
     "backward": (
-        *_fields("P", *ARRAYS["backward"], *WORKSPACE["backward"]),
+        *_fields("P", *_BACKWARD_POINTERS),
         *_strides("q", "k", "v", "out", "dout", "dq", "dk", "dv"),
         *_fields("q", "lse_batch", "lse_head"),
         *_fields("i", *_SIZES),
@@ -56,6 +59,7 @@ FIELDS = {
         *_fields("f", "scale_log2"),
         *_fields("i", "head_group", "reversed"),
     ),
+    "backward_maps": _fields(_MAP, "q", "dout", "k", "v"),
     "copy": (
         *_fields("P", "from", "to"),
         *_strides("from", "to"),
@@ -63,7 +67,8 @@ FIELDS = {
     ),
 }
 STRUCT_NAME = {"forward": "ForwardParams", "backward": "BackwardParams",
-               "forward_sm90": "ForwardSm90Params", "copy": "CopyParams"}
+               "forward_sm90": "ForwardSm90Params", "backward_maps": "BackwardMaps",
+               "copy": "CopyParams"}
 
 
 def _struct(kind: str) -> struct.Struct:

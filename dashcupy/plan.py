@@ -7,10 +7,11 @@ import math
 from dataclasses import dataclass
 
 from . import plan_sm90, schedules
-from .config import BackwardConfig, Config, Target, choose_config, uses_tensor_maps
+from .config import Config, Target, choose_config, uses_tensor_maps
 from .config_sm90 import ForwardSm90Config
 from .errors import UnsupportedError
-from .plan_parts import KernelPlan, Region, lay_out, pairs, shared_defines
+from .plan_backward import backward_kernels, backward_workspace
+from .plan_parts import KernelPlan, Region, pairs, shared_defines
 from .problem import Problem
 from .schedules.shape import Shape
 
@@ -18,9 +19,6 @@ from .schedules.shape import Shape
 NUMERICS_VERSION = 1
 
 DIRECTIONS = ("forward", "backward")
-PREPROCESS_THREADS = 256
-SEMAPHORE_STRIDE = 8  # u32s of one dq_semaphore: 32 bytes, so that no two share a sector
-REPORT_WORDS = 8
 _INT_MAX = 2**31 - 1
 # Lengths stay far enough below 2**31 that tile and mask arithmetic in 32 bits cannot overflow.
 _MAX_LEN = 2**30
@@ -132,8 +130,8 @@ def make_plan(problem: Problem, direction: str, target: Target, schedule: str = 
     if target != "cpu":
         _check_sizes(problem, shape, chosen)
         if direction == "backward":
-            kernels = _backward_kernels(problem, config, shape, chosen, aligned, debug)
-            workspace = _backward_workspace(problem, config, shape, debug)
+            kernels = backward_kernels(problem, config, shape, chosen, aligned, debug)
+            workspace = backward_workspace(problem, config, shape, kernels, debug)
         else:
             kernels = _forward_kernels(problem, config, shape, aligned, debug)
             workspace = plan_sm90.forward_workspace(problem, kernels)
@@ -180,50 +178,6 @@ def _forward_kernels(problem: Problem, config: Config, shape: Shape, aligned: bo
     }
     return (KernelPlan(config.kernel, pairs(defines), n_tile, "q tiles * batch * n_q_head",
                        32 * config.n_warp, config.smem_bytes, "forward"),)
-
-
-def _backward_kernels(problem: Problem, config: BackwardConfig, shape: Shape,
-                      schedule: schedules.Schedule, aligned: bool,
-                      debug: bool) -> tuple[KernelPlan, ...]:
-    kernels = []
-    shared = shared_defines(problem, config, "backward") | {
-        "DC_ALIGNED": int(aligned), "DC_SEMAPHORE_STRIDE": SEMAPHORE_STRIDE}
-    n_tile = shape.n_q * problem.batch * problem.n_q_head
-    if n_tile > 0:
-        kernels.append(KernelPlan("bwd_preprocess", pairs(shared), n_tile,
-                                  "q tiles * batch * n_q_head", PREPROCESS_THREADS, 0, "backward"))
-    n_work = schedules.total_work(schedule, shape, problem.batch * problem.n_kv_head)
-    if n_work > 0:
-        defines = shared | {
-            "DC_SCHEDULE": f"schedules/{schedule.NAME}.cuh",
-            "DC_WARPS": config.n_warp,
-            "DC_Q_STAGES": config.q_stages,
-            "DC_DO_STAGES": config.do_stages,
-            "DC_DEBUG": int(debug),
-            "DC_SMEM_BYTES": config.smem_bytes,
-        }
-        kernels.append(KernelPlan(
-            config.kernel, pairs(defines), n_work, "works of a head * batch * n_kv_head",
-            32 * config.n_warp, config.smem_bytes, "backward", persistent=True,
-            cooperative=schedule.team_size(shape) > 1))
-    return tuple(kernels)
-
-
-def _backward_workspace(problem: Problem, config: BackwardConfig, shape: Shape,
-                        debug: bool) -> tuple[Region, ...]:
-    n_tile = problem.batch * problem.n_q_head * shape.n_q
-    rows = "[batch, n_q_head, padded q_len]"
-    wanted = {
-        "lse_log2": (4 * n_tile * config.q_tile, f"float32 {rows}: lse * log2(e)"),
-        "delta": (4 * n_tile * config.q_tile, f"float32 {rows}: row sums of out * dout"),
-        "dq_accum": (4 * n_tile * config.q_tile * config.head_dim_pad,
-                     "float32 [batch, n_q_head, q tiles, tile]: the sum of dq so far"),
-        "dq_semaphore": (4 * n_tile * SEMAPHORE_STRIDE, "uint32, one a q tile: whose turn it is"),
-        "work_counter": (4, "uint32: the next piece of work"),
-    }
-    if debug:
-        wanted["report"] = (4 * REPORT_WORDS, "uint32: who gave up waiting")
-    return lay_out(wanted)
 
 
 def _cleared(kernels: tuple[KernelPlan, ...], debug: bool) -> tuple[str, ...]:
@@ -277,7 +231,7 @@ def _config_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _loads_text(plan: Plan) -> str:
-    if not uses_tensor_maps(plan.direction, plan.target):
+    if not uses_tensor_maps(plan.problem, plan.direction, plan.target):
         return f"{'16-byte' if plan.aligned else '2-byte'} loads"
     return "loads by tensor map" + (
         "" if plan.aligned else " of copies: an address or a stride is no multiple of 16 bytes")

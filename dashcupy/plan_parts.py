@@ -27,8 +27,9 @@ class KernelPlan:
         as many CTAs as are resident take one after another.
     threads, smem_bytes
         Threads and dynamic shared memory of a CTA.
-    params
-        Which struct it takes: a key of ``params.FIELDS``.
+    params, maps
+        Which struct it takes, and which struct of tensor maps as a second one (None: no second):
+        keys of ``params.FIELDS``.
     persistent, cooperative
         Whether the grid is cut to the resident CTAs; whether they must run at the same time.
     counter
@@ -45,6 +46,7 @@ class KernelPlan:
     threads: int
     smem_bytes: int
     params: str
+    maps: str | None = None
     persistent: bool = False
     cooperative: bool = False
     counter: bool = False

@@ -1,4 +1,4 @@
-"""Launches of the Hopper forward, and the copies it needs where tensor maps cannot be made."""
+"""Launches of the Hopper forward, and the copies of both directions where no tensor map can be."""
 
 from __future__ import annotations
 
@@ -44,14 +44,18 @@ def forward_kernels(problem: Problem, config: ForwardSm90Config, shape: Shape, a
                       counter=problem.causal)
     if aligned:
         return (main,)
-    before = [_copy(problem, name, f"{name}_copy", problem.q_len if name == "q" else
-                    problem.kv_len, problem.n_q_head if name == "q" else problem.n_kv_head)
-              for name in ("q", "k", "v")]
-    after = _copy(problem, "out_copy", "out", problem.q_len, problem.n_q_head)
+    before = [copy_in(problem, name) for name in ("q", "k", "v")]
+    after = _copy(problem, "out_copy", "out")
     return tuple(kernel for kernel in (*before, main, after) if kernel.grid > 0)
 
 
-def _copy(problem: Problem, source: str, target: str, length: int, n_head: int) -> KernelPlan:
+def copy_in(problem: Problem, name: str) -> KernelPlan:
+    """The launch that copies an array of the caller to the workspace."""
+    return _copy(problem, name, f"{name}_copy")
+
+
+def _copy(problem: Problem, source: str, target: str) -> KernelPlan:
+    length, n_head = _rows_and_heads(problem, source)
     defines = {"DC_HEAD_DIM": problem.head_dim, "DC_BF16": int(problem.dtype == "bfloat16"),
                "DC_WARPS": _COPY_WARPS, "DC_PARAMS_BYTES": n_bytes("copy")}
     n_row = problem.batch * length * n_head
@@ -62,16 +66,27 @@ def _copy(problem: Problem, source: str, target: str, length: int, n_head: int) 
 
 def forward_workspace(problem: Problem, kernels: tuple[KernelPlan, ...]) -> tuple[Region, ...]:
     """Room for the copies."""
-    lengths = {"q_copy": (problem.q_len, problem.n_q_head),
-               "k_copy": (problem.kv_len, problem.n_kv_head),
-               "v_copy": (problem.kv_len, problem.n_kv_head),
-               "out_copy": (problem.q_len, problem.n_q_head)}
-    used = {name for kernel in kernels for name in kernel.copies or ()}
-    return lay_out({
-        name: (2 * problem.batch * length * n_head * problem.head_dim,
-               f"{problem.dtype} in C order: tensor maps need addresses and strides of whole "
-               f"16 bytes")
-        for name, (length, n_head) in lengths.items() if name in used})
+    return lay_out(copies(problem, kernels))
+
+
+def copies(problem: Problem, kernels: tuple[KernelPlan, ...]) -> dict[str, tuple[int, str]]:
+    """Bytes of each copy that these launches make, with what it is."""
+    wanted = {}
+    for kernel in kernels:
+        for name in kernel.copies or ():
+            if not name.endswith("_copy"):
+                continue
+            length, n_head = _rows_and_heads(problem, name)
+            wanted[name] = (2 * problem.batch * length * n_head * problem.head_dim,
+                            f"{problem.dtype} in C order: tensor maps need addresses and strides "
+                            f"of whole 16 bytes")
+    return wanted
+
+
+def _rows_and_heads(problem: Problem, name: str) -> tuple[int, int]:
+    if name.removesuffix("_copy") in ("k", "v"):
+        return problem.kv_len, problem.n_kv_head
+    return problem.q_len, problem.n_q_head
 
 
 def head_group(problem: Problem) -> int:

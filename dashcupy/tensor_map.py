@@ -15,7 +15,7 @@ PANEL_COLUMNS = 64  # as in ptx/wgmma.cuh: 128 bytes, the most that a swizzle ca
 # CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion
 _DATA_TYPES = {"float16": 6, "bfloat16": 9}
 _SWIZZLE_128_BYTES, _PROMOTE_128_BYTES = 3, 2
-_ELEMENT_BYTES = 2
+ELEMENT_BYTES = 2
 _ALIGNMENT = 64  # of the map itself while it is encoded
 _STRIDE_ALIGNMENT, _MAX_STRIDE = 16, 1 << 40  # bytes
 
@@ -26,8 +26,8 @@ def can_describe(layout: Layout) -> bool:
     Strides of axes with several elements must be positive multiples of 16 bytes; the last axis is
     contiguous. (The address must be a multiple of 16 too.)
     """
-    return all(size <= 1 or (0 < stride * _ELEMENT_BYTES < _MAX_STRIDE
-                             and stride * _ELEMENT_BYTES % _STRIDE_ALIGNMENT == 0)
+    return all(size <= 1 or (0 < stride * ELEMENT_BYTES < _MAX_STRIDE
+                             and stride * ELEMENT_BYTES % _STRIDE_ALIGNMENT == 0)
                for size, stride in zip(layout.shape[:-1], layout.strides[:-1]))
 
 
@@ -55,7 +55,7 @@ def encode_rows(pointer: int, layout: Layout, box_rows: int) -> bytes:
     batch, length, n_head, head_dim = layout.shape
     # The stride of an axis of one element says nothing, and may be none that the driver takes.
     row, head, outer = (
-        layout.strides[axis] * _ELEMENT_BYTES if layout.shape[axis] > 1 else _STRIDE_ALIGNMENT
+        layout.strides[axis] * ELEMENT_BYTES if layout.shape[axis] > 1 else _STRIDE_ALIGNMENT
         for axis in (1, 2, 0))
     raw = np.zeros(N_BYTES + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
