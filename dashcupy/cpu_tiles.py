@@ -36,10 +36,12 @@ def forward_heads(q_scaled: np.ndarray, k: np.ndarray, v: np.ndarray,
             np.matmul(k[:, keys], q_scaled[:, rows].swapaxes(1, 2), out=p)
             if hidden is not None:
                 np.copyto(p, -np.inf, where=hidden)
-            # Every row that sees a key sees key 0, so from kv tile 0 on its maximum is a number.
             row_max = p.max(axis=1, keepdims=True)
             np.maximum(row_max, lse[:, :, rows], out=row_max)
-            p -= row_max
+            # Scores that are all -inf so far: their weights are 0 against any finite number.
+            reference = row_max.copy()
+            reference[row_max == -np.inf] = 0
+            p -= reference
             np.exp(p, out=p)
             row_sum = np.matmul(ones[:, :p.shape[1]], p)
             weights = p.swapaxes(1, 2)
@@ -50,7 +52,7 @@ def forward_heads(q_scaled: np.ndarray, k: np.ndarray, v: np.ndarray,
                 part = out_scratch.view(len(v), _length(rows), v.shape[2])
                 _visible_product(weights, v[:, keys], hidden, part)
                 # lse holds the running maximum until the row is finished.
-                shrink = np.exp(lse[:, :, rows] - row_max)
+                shrink = np.exp(lse[:, :, rows] - reference)
                 row_sum += total[:, :, rows] * shrink
                 out[:, rows] *= shrink.swapaxes(1, 2)
                 out[:, rows] += part

@@ -70,7 +70,7 @@ def gantt(results: Mapping[str, Simulation], costs: Costs, path: str | Path,
     Raises
     ------
     InvalidInputError
-        Another suffix, or no result.
+        Another suffix, no result, or a file that cannot be written.
     UnsupportedError
         matplotlib is not installed.
     """
@@ -105,8 +105,13 @@ def gantt(results: Mapping[str, Simulation], costs: Costs, path: str | Path,
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False,
                   title=title or None)
     # A fixed salt and no date: the same runs give the same file.
-    with matplotlib.rc_context({"svg.hashsalt": "dashcupy"}):
-        figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
+    metadata = {"Date": None} if path.suffix == ".svg" else None
+    try:
+        with matplotlib.rc_context({"svg.hashsalt": "dashcupy"}):
+            figure.savefig(path, dpi=110, metadata=metadata)
+    except OSError as error:
+        raise InvalidInputError(f"cannot draw to {path} ({error.strerror}): give a file in a "
+                                f"folder that exists and can be written") from error
 
 
 def _last_time(result: Simulation, costs: Costs) -> float:

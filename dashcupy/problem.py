@@ -13,6 +13,10 @@ from .errors import InvalidInputError
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 MASKS = ("full", "causal", "causal_top_left")
 
+# Smallest and largest factor that float32 can hold, with room for the log2(e) of kernels that work
+# in base 2. One that became 0 or inf there would give NaN.
+_FLOAT32_SCALES = (2.0**-126, 2.0**126)
+
 # Axes of every array that the public functions take or return.
 _AS_Q = ("batch", "q_len", "n_q_head", "head_dim")
 _AS_K = ("batch", "kv_len", "n_kv_head", "head_dim")
@@ -41,7 +45,10 @@ def number_from_scale(scale: object) -> float | None:
     if scale is None or type(scale) is float:
         return scale
     if isinstance(scale, numbers.Real):  # ints, and NumPy's scalars
-        return float(scale)
+        try:
+            return float(scale)
+        except OverflowError:
+            return math.inf  # refused with the other numbers that are not finite
     raise InvalidInputError(
         f"scale is a {type(scale).__name__}: must be None (1/sqrt(head_dim)) or a Python or NumPy "
         f"number; an array on a GPU would have to be waited for, so read it first: float(scale)")
@@ -72,7 +79,8 @@ class Problem:
     mask
         ``"full"``, ``"causal"`` (bottom-right aligned) or ``"causal_top_left"``.
     scale
-        Factor on ``q k^T``; finite and > 0.
+        Factor on ``q k^T``; finite and > 0, and within the range of float32 unless ``dtype`` is
+        ``"float64"``.
     """
 
     batch: int
@@ -101,6 +109,9 @@ class Problem:
              f"[batch, len, heads, head_dim]"),
             (math.isfinite(self.scale) and self.scale > 0,
              f"scale={self.scale!r}: must be a finite number > 0 (default 1/sqrt(head_dim))"),
+            (self.dtype == "float64" or _FLOAT32_SCALES[0] <= self.scale <= _FLOAT32_SCALES[1],
+             f"scale={self.scale!r}: {self.dtype} is computed in float32, which needs a scale from "
+             f"2**-126 to 2**126; scale q instead, or give float64 arrays"),
         )
         for good, message in checks:
             if not good:

@@ -195,6 +195,17 @@ def test_scale_is_used():
     np.testing.assert_allclose(lse, want_lse, atol=1e-5)
 
 
+def test_scores_of_minus_infinity():
+    """Keys of -inf that hide themselves: -inf - -inf where they fill the first tiles."""
+    q, k, v, _ = draw(np.float32, 40, 100)
+    q, hidden = np.abs(q), k.copy()
+    hidden[:, :50] = -np.inf
+    out, lse = cpu.forward(q, hidden, v, problem_of(q, k, "full"), SMALL)
+    want_out, want_lse = attention_reference(q, k[:, 50:], v[:, 50:], mask="full")
+    np.testing.assert_allclose(out, want_out, atol=1e-5)
+    np.testing.assert_allclose(lse, want_lse, atol=1e-5)
+
+
 def test_memory_is_linear_in_the_lengths():
     """Whole score matrices would quadruple: 67 MB each for the longer one here."""
     def peak(length):

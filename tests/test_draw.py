@@ -111,6 +111,13 @@ def test_command_compares_all_of_a_mask(capsys, tmp_path):
     assert path.exists()
 
 
+def test_file_that_cannot_be_written(tmp_path):
+    """A traceback in place of one line that says what to do."""
+    pytest.importorskip("matplotlib")
+    with pytest.raises(InvalidInputError, match=r"cannot draw to .*x\.svg \(No such file"):
+        command(f"shift --kv 2 --plot {tmp_path / 'missing' / 'x.svg'}")
+
+
 def test_command_reports_a_hang(capsys):
     """Fewer CTAs than the team: exit status 1, and who waits for whom."""
     assert command("shift --kv 4 --sms 3") == 1
