@@ -17,8 +17,8 @@ struct Scheduler {
   const ForwardSm90Params& params;
   SharedStorage& smem;
   u32 n_posted, n_judged;  // slots; HOLDs have a verdict too, always good
-  int fresh;               // next q tile that was never posted
-  int n_work;
+  u32 fresh;               // next q tile that was never posted
+  u32 n_work;
   int again0, again1;  // failed q tiles, -1: none; two verdicts can be open, no more
   bool held;               // the last slot was a HOLD
 
@@ -29,16 +29,16 @@ struct Scheduler {
 
   // To be called once for each fresh q tile, before the next is asked for.
   DC_FN void claim() {
-    const int n_cta = gridDim.x;
+    const u32 n_cta = gridDim.x;
     if (!params.work_counter)
       fresh += n_cta;
     else
-      fresh = n_cta < n_work ? int(atomicAdd(params.work_counter, 1u)) + n_cta : n_work;
+      fresh = n_cta < n_work ? atomicAdd(params.work_counter, 1u) + n_cta : n_work;
   }
 
   // After the last claim: the last CTA leaves the counter as it was found.
   DC_FN void give_back_counter() {
-    if (!params.work_counter || int(gridDim.x) >= n_work) return;
+    if (!params.work_counter || gridDim.x >= n_work) return;
     __threadfence();
     if (atomicAdd(params.work_counter + 1, 1u) == gridDim.x - 1)
       params.work_counter[0] = params.work_counter[1] = 0;

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from . import params, tensor_map
 from .arrays import Layout
+from .config_sm90 import WARPGROUP_ROWS
 from .plan import Plan, head_group, scale_log2
 from .plan_sm90 import head_group as forward_head_group
 
@@ -110,16 +111,25 @@ class _ForwardSm90:
         self._lse = order.index("lse")
         self._pointers_at = params.offsets("forward_sm90")["lse"]
         copied = {name for kernel in plan.kernels for name in kernel.copies or ()}
-        q_rows = 64
+        problem = plan.problem
+        # Keys that some row sees. A tile of keys is loaded whole: those that no row sees must be
+        # read as zeros, as 0 times their NaN or infinity would be NaN.
+        n_seen = problem.kv_len
+        if problem.causal:
+            n_seen = min(n_seen, max(problem.q_len + problem.mask_offset, 1))
         self._maps = []  # (offset in the struct, which address, layout, box rows, maps made)
         for name in ("q", "k", "v", "out"):
-            rows = plan.config.kv_tile if name in "kv" else q_rows
+            of_keys = name in ("k", "v")
+            rows = plan.config.kv_tile if of_keys else WARPGROUP_ROWS
             # Without a key nothing of k and v is looked at, but a map must be of something.
-            source = "q" if name in "kv" and plan.problem.kv_len == 0 else name
+            source = "q" if of_keys and problem.kv_len == 0 else name
             layout = layouts[source]
             if f"{source}_copy" in copied:
                 layout = layout._replace(strides=contiguous_strides(layout.shape))
                 source = f"{source}_copy"
+            if of_keys and problem.kv_len > 0:
+                batch, _, n_head, head_dim = layout.shape
+                layout = layout._replace(shape=(batch, n_seen, n_head, head_dim))
             offset = params.offsets("forward_sm90")[f"{name}_map"]
             self._maps.append((offset, order.index(source), layout, rows, {}))
 

@@ -41,7 +41,7 @@ def run(direction: str, inputs: tuple[Any, ...], given: tuple[Any, ...], *,
     n_wanted
         How many of the results the caller gets; by default all.
     max_ctas
-        Upper limit on the CTAs of the backward; bits do not depend on it.
+        Upper limit on the CTAs of a persistent kernel; bits do not depend on it.
     """
     mask, scale = mask_from_causal(causal), number_from_scale(scale)
     if not isinstance(schedule, str):
@@ -133,8 +133,7 @@ def _run_gpu(direction: str, framework: Framework, borrowed: list[Borrowed],
         *options, _layouts(borrowed), _layouts(outputs))
     stream = framework.stream(device)
     n_bytes = launcher.plan.workspace_bytes
-    captured = framework.is_capturing(stream)
-    if captured:
+    if framework.is_capturing(stream):
         arrays.require_capturable(framework, _not_given(direction, outputs, scratch, n_bytes,
                                                         n_wanted))
     like = borrowed[0]
@@ -147,7 +146,7 @@ def _run_gpu(direction: str, framework: Framework, borrowed: list[Borrowed],
     # The workspace may go back to its allocator right after the launch: CuPy and torch hand
     # memory out again in the order of the stream that it was allocated on, which is this one.
     launcher([b.pointer for b in borrowed] + [b.pointer for b in results],
-             scratch.pointer if scratch is not None else 0, stream, captured)
+             scratch.pointer if scratch is not None else 0, stream)
     if framework.holds:
         arrays.hold(stream, [*borrowed, *results, scratch])
     return [framework.deliver(result) for result in results]

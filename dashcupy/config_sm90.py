@@ -29,7 +29,7 @@ _FORWARD_TILES = {
     96: (128, 2, 2, 2, 32, "as head_dim 128"),
     128: (128, 2, 2, 2, 32, "two warpgroups take turns at the tensor cores; q twice, so that the "
                             "next q tile overlaps the last"),
-    192: (96, 2, 2, 1, 0, "the largest kv tile of which two stages fit"),
+    192: (96, 2, 2, 1, 0, "two stages fit beside one q tile; larger kv tiles are not tried yet"),
     256: (80, 2, 2, 1, 0, "the largest kv tile of which two stages fit"),
 }
 

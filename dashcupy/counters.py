@@ -17,35 +17,43 @@ class Counters:
     Half of them are handed out in turn, so that two launches share one only if 2^15 others were
     enqueued between them, which is more than streams can hold. A launch that a CUDA graph records
     may run again at any time, so it gets one of the other half for good.
-
-    Parameters
-    ----------
-    device
-        Number of the GPU, which must be the current one.
     """
 
-    def __init__(self, device: int):
-        runtime = driver.require_cupy().cuda.runtime
-        self._base = runtime.malloc(N_COUNTER * COUNTER_BYTES)  # kept as long as the process
-        runtime.memset(self._base, 0, N_COUNTER * COUNTER_BYTES)
-        runtime.deviceSynchronize()  # streams that do not wait for the default one come next
+    def __init__(self):
+        self._base = 0
         self._launches = itertools.count()
         self._captured = itertools.count()
 
     def take(self, captured: bool) -> int:
-        """Address of a counter for one launch; 0 if a graph asks and none is left."""
+        """Address of a counter for one launch on the current GPU.
+
+        0, with which kernels do without, if a graph asks and none is left, or if it asks before
+        the first other launch: memory cannot be allocated while a graph is recorded.
+        """
         half = N_COUNTER // 2
         if not captured:
             index = next(self._launches) % half
+            if not self._base:
+                self._base = _zeros()
         else:
-            index = next(self._captured)
-            if index >= half:
+            if not self._base:
                 return 0
-            index += half
+            index = half + next(self._captured)
+            if index >= N_COUNTER:
+                return 0
         return self._base + index * COUNTER_BYTES
+
+
+def _zeros() -> int:
+    """Memory for all counters of the current GPU, kept as long as the process."""
+    runtime = driver.require_cupy().cuda.runtime
+    base = runtime.malloc(N_COUNTER * COUNTER_BYTES)
+    runtime.memset(base, 0, N_COUNTER * COUNTER_BYTES)
+    runtime.deviceSynchronize()  # streams that do not wait for the default one come next
+    return base
 
 
 @functools.cache
 def of_device(device: int) -> Counters:
-    """The counters of a GPU, which must be the current one at the first call."""
-    return Counters(device)
+    """The counters of a GPU."""
+    return Counters()

@@ -125,6 +125,12 @@ def _call(name: str, *arguments) -> None:
                           f"`python -m dashcupy info` shows what the driver sees")
 
 
+def is_capturing(stream: int) -> bool:
+    """Whether what is enqueued on a stream is recorded into a CUDA graph instead of run."""
+    # The legacy default stream (0 or 1) cannot be captured, and asking may be an error.
+    return stream not in (0, 1) and bool(require_cupy().cuda.runtime.streamIsCapturing(stream))
+
+
 def require_cupy() -> ModuleType:
     """Import CuPy, or say what to install.
 

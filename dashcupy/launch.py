@@ -103,8 +103,7 @@ class Launcher:
                           if any(kernel.counter for kernel in plan.kernels) else None)
         self._reports = plan.debug and "report" in plan.cleared
 
-    def __call__(self, pointers: Sequence[int], workspace: int, stream: int,
-                 captured: bool = False) -> None:
+    def __call__(self, pointers: Sequence[int], workspace: int, stream: int) -> None:
         """Enqueue the kernels; waits for nothing, except in a debug build.
 
         Parameters
@@ -115,8 +114,6 @@ class Launcher:
             Address of ``plan.workspace_bytes`` bytes, a multiple of 16; any contents.
         stream
             Handle of the CUDA stream.
-        captured
-            Whether a CUDA graph records the launch and may run it again.
 
         Raises
         ------
@@ -127,7 +124,7 @@ class Launcher:
         """
         addresses = (*pointers, *[workspace + offset if present else 0
                                   for offset, present in zip(self._offsets, self._present)])
-        counter = self._counters.take(captured) if self._counters else 0
+        counter = self._counters.take(driver.is_capturing(stream)) if self._counters else 0
         structs = [make(addresses, counter) for make in self._makers]
         for offset, n_bytes in self._cleared:
             driver.require_cupy().cuda.runtime.memsetAsync(workspace + offset, 0, n_bytes, stream)
