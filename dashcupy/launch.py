@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from . import counters, driver, modules, params, schedules, tensor_map
+from . import counters, driver, modules, schedules, tensor_map
 from .arguments import make_arguments, used_strides
-from .arrays import Layout
 from .errors import DeviceError, HangError, InvalidInputError
+from .layout import Layout
 from .plan import REPORT_WORDS, Plan
 from .plan_parts import KernelPlan
 
@@ -84,9 +84,7 @@ class Launcher:
                  max_ctas: int | None = None):
         self.plan = plan
         self.device = device
-        offsets = {region.name: region.offset for region in plan.workspace}
-        self._present = tuple(name in offsets for name in params.WORKSPACE[plan.direction])
-        self._offsets = tuple(offsets.get(name, 0) for name in params.WORKSPACE[plan.direction])
+        self._offsets = tuple(region.offset for region in plan.workspace)
         self._cleared = tuple((plan.region(name).offset, plan.region(name).n_bytes)
                               for name in plan.cleared)
         self._kernels = tuple(_LoadedKernel(kernel, plan, device, max_ctas)
@@ -119,14 +117,13 @@ class Launcher:
         HangError
             Debug builds: a CTA gave up waiting for its turn.
         """
-        addresses = (*pointers, *[workspace + offset if present else 0
-                                  for offset, present in zip(self._offsets, self._present)])
+        addresses = (*pointers, *[workspace + offset for offset in self._offsets])
         counter = self._counters.take(driver.is_capturing(stream)) if self._counters else 0
-        structs = [make(addresses, counter) for make in self._makers]
+        arguments = [_OneArgument(make(addresses, counter)) for make in self._makers]
         for offset, n_bytes in self._cleared:
             driver.require_cupy().cuda.runtime.memsetAsync(workspace + offset, 0, n_bytes, stream)
         for kernel, which in zip(self._kernels, self._struct_of):
-            kernel.launch(stream, (ctypes.c_void_p * 1)(ctypes.addressof(structs[which])))
+            kernel.launch(stream, arguments[which])
         if self._reports:
             _raise_hang(self.plan, workspace, stream)
 
@@ -149,15 +146,18 @@ class _LoadedKernel:
                 schedules.require_resident(plan.schedule, plan.shape, resident)
             self._grid = min(kernel.grid, resident)
         launch = _cooperative_launch() if kernel.cooperative else _plain_launch()
-        self._call = functools.partial(launch, self._function, self._grid, 1, 1, kernel.threads,
-                                       1, 1, kernel.smem_bytes)
+        self._last = () if kernel.cooperative else (None,)  # no "extra"
+        # ctypes passes its own objects on faster than it converts Python's.
+        self._call = functools.partial(
+            launch, ctypes.c_void_p(self._function),
+            *map(ctypes.c_uint, (self._grid, 1, 1, kernel.threads, 1, 1, kernel.smem_bytes)))
 
     def launch(self, stream: int, arguments: ctypes.Array) -> None:
-        code = self._call(stream, arguments)
+        code = self._call(stream, arguments, *self._last)
         if code == _ERROR_INVALID_CONTEXT:
             # A thread that has not yet used the GPU: setDevice gives it the GPU's context.
             driver.require_cupy().cuda.runtime.setDevice(self._device)
-            code = self._call(stream, arguments)
+            code = self._call(stream, arguments, *self._last)
         if code:
             kernel = self._kernel
             raise DeviceError(
@@ -170,16 +170,15 @@ class _LoadedKernel:
 
 # f, grid x y z, block x y z, shared memory, stream, parameters
 _LAUNCH_ARGUMENTS = [ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.c_void_p]
+# Addresses of a kernel's arguments, of which there is one: a struct in a `bytes` object.
+_OneArgument = ctypes.c_char_p * 1
 
 
 @functools.cache
 def _plain_launch():
     function = driver.library().cuLaunchKernel
     function.argtypes = [*_LAUNCH_ARGUMENTS, ctypes.c_void_p]
-
-    def launch(*arguments):
-        return function(*arguments, None)  # no "extra"
-    return launch
+    return function
 
 
 @functools.cache

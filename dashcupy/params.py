@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 
 # Codes of the `struct` module: P pointer, q 64-bit int, i int, f float, 128s tensor map. Pointers
@@ -66,6 +67,7 @@ STRUCT_NAME = {"forward": "ForwardParams", "backward": "BackwardParams",
                "forward_sm90": "ForwardSm90Params", "copy": "CopyParams"}
 
 
+@functools.cache
 def _struct(kind: str) -> struct.Struct:
     # "P" needs native mode; native sizes and alignment are also what the compiler uses.
     codes = "".join(code for _, code in FIELDS[kind])
@@ -102,6 +104,7 @@ def pack(kind: str, values: dict[str, int | float | bytes]) -> bytes:
         for name, code in FIELDS[kind]))
 
 
+@functools.cache
 def pointer_packer(kind: str) -> struct.Struct:
     """Packs the pointers alone, which follow one another."""
     return struct.Struct("@" + "".join(code for _, code in FIELDS[kind] if code == "P"))

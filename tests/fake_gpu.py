@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dashcupy import arguments, arrays, call, counters, driver, launch, modules, params
+from dashcupy import arguments, arrays, call, counters, driver, launch, modules, params, ready
 
 STREAM = 0x5000
 CURRENT_DEVICE = 0
@@ -177,10 +177,12 @@ def fake_gpu(monkeypatch, **options):
     gpu.install(monkeypatch)
     for cache in caches:
         cache.cache_clear()
+    ready.forget()
     arrays._held.clear()
     try:
         yield gpu
     finally:
         for cache in caches:
             cache.cache_clear()
+        ready.forget()
         arrays._held.clear()
