@@ -6,26 +6,22 @@ import functools
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import driver
-from .errors import InvalidInputError, UnsupportedError
+from .errors import InvalidInputError
+from .layout import Layout, dtype_name, layout_of_bytes, numpy_dtype
 
 CPU = "cpu"
 Device = int | str  # number of the GPU, or CPU
 _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
-
-
-class Layout(NamedTuple):
-    """What a plan may depend on: shape, strides in elements (None on the CPU), dtype."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...] | None
-    dtype: str
+# What `Framework.look` saw: all but the addresses, as a key, and the addresses.
+Seen = tuple[tuple[Any, ...], list[int]]
+ALIGNMENT = 16  # bytes; addresses that are multiples suit every kernel and every dtype
 
 
 class Borrowed(NamedTuple):
@@ -60,8 +56,20 @@ class Framework:
         """Look at ``x``, which the caller knows as ``name``."""
         raise NotImplementedError
 
-    def empty(self, like: Borrowed, shape: tuple[int, ...], dtype: str) -> Borrowed:
-        """New memory beside ``like``; what lies in it is arbitrary."""
+    def look(self, arrays: Sequence[Any]) -> Seen | None:
+        """A quick look at arrays of a call, None among them, to know them again.
+
+        Equal keys say: all that `borrow`, `read_only` and the type tell is equal, and all arrays
+        are ready for the GPU, at multiples of ``ALIGNMENT``. None: not so, or no quick way.
+        """
+        return None
+
+    def maker(self, like: Borrowed, shape: tuple[int, ...],
+              dtype: str) -> Callable[[], tuple[Any, int]]:
+        """What makes new memory on the GPU of ``like``, the current one: array and address.
+
+        What lies in the memory is arbitrary. ``like`` itself is not kept alive.
+        """
         raise NotImplementedError
 
     def stream(self, device: int) -> int:
@@ -72,9 +80,9 @@ class Framework:
         """Whether the work is being recorded into a CUDA graph with memory that is not its own."""
         return driver.is_capturing(stream)
 
-    def deliver(self, result: Borrowed) -> Any:
-        """The result as the caller gets it."""
-        return result.array
+    def deliver(self, result: Any) -> Any:
+        """What `maker` made, as the caller gets it; asked only where ``holds``."""
+        return result
 
     def to_numpy(self, borrowed: Borrowed) -> np.ndarray:
         """A NumPy view of an array on the CPU."""
@@ -106,16 +114,37 @@ class _CuPy(Framework):
     name = "CuPy"
 
     def borrow(self, x, name):
-        layout = _layout_of_bytes(x.shape, x.strides, x.dtype)
+        layout = layout_of_bytes(x.shape, x.strides, x.dtype)
         if layout is None:
             raise InvalidInputError(f"{name} has strides of {x.strides} bytes, which are no "
                                     f"multiples of its elements; copy it: {name}.copy()")
         data = x.data
         return Borrowed(x, data.ptr, layout, data.device_id)
 
-    def empty(self, like, shape, dtype):
-        x = require_cupy().empty(shape, numpy_dtype(dtype))
-        return self.borrow(x, "result")
+    def look(self, arrays):
+        key, pointers, bits = [], [], 0
+        try:
+            for x in arrays:
+                if x is None:
+                    key.append(None)
+                    pointers.append(0)
+                    continue
+                data = x.data
+                pointer = data.ptr
+                bits |= pointer
+                pointers.append(pointer)
+                key.append((type(x), x.dtype, data.device_id, x.shape, x.strides))
+        except Exception:  # another framework's array, or none: `borrow_all` says so
+            return None
+        return None if bits % ALIGNMENT else (tuple(key), pointers)
+
+    def maker(self, like, shape, dtype):
+        empty, dtype = require_cupy().empty, numpy_dtype(dtype)
+
+        def make():
+            x = empty(shape, dtype)
+            return x, x.data.ptr
+        return make
 
 
 class _Torch(Framework):
@@ -148,11 +177,36 @@ class _Torch(Framework):
                 f"torch.compile, vmap or a fake mode): give a plain strided tensor. torch says: "
                 f"{error}") from error
 
-    def empty(self, like, shape, dtype):
+    def look(self, arrays):
+        key, pointers, bits = [], [], 0
+        try:
+            for x in arrays:
+                if x is None:
+                    key.append(None)
+                    pointers.append(0)
+                    continue
+                pointer = x.data_ptr()
+                if not pointer or not x.is_cuda:
+                    return None
+                bits |= pointer
+                pointers.append(pointer)
+                key.append((type(x), x.dtype, x.get_device(), x.requires_grad, x.shape,
+                            x.stride()))
+        except Exception:  # another framework's array, or one without memory: `borrow_all` says so
+            return None
+        return None if bits % ALIGNMENT else (tuple(key), pointers)
+
+    def maker(self, like, shape, dtype):
         # A plain tensor, whatever subclass the caller has; torch's allocator hands the memory out
-        # again in the order of its current stream, on which the kernels run.
-        x = self._torch.empty(shape, dtype=self._dtypes[dtype], device=like.array.device)
-        return self.borrow(x, "result")
+        # again in the order of its current stream, on which the kernels run. Sizes one by one
+        # spare torch a third of the time that it takes to read a tuple.
+        empty = functools.partial(self._torch.empty, *shape, dtype=self._dtypes[dtype],
+                                  device=like.array.device)
+
+        def make():
+            x = empty()
+            return x, x.data_ptr() or self.borrow(x, "result").pointer
+        return make
 
     def stream(self, device):
         if self._raw_stream is not None:
@@ -193,8 +247,8 @@ class _Dlpack(Framework):
         # CuPy passes its current stream: the producer makes it wait for what is not yet written.
         return CUPY.borrow(require_cupy().from_dlpack(x), name)
 
-    def empty(self, like, shape, dtype):
-        return CUPY.empty(like, shape, dtype)
+    def maker(self, like, shape, dtype):
+        return CUPY.maker(like, shape, dtype)
 
 
 class _Jax(Framework):
@@ -217,20 +271,23 @@ class _Jax(Framework):
             return Borrowed(x, 0, Layout(x.shape, None, dtype_name(x.dtype)), CPU)
         return CUPY.borrow(require_cupy().from_dlpack(x), name)
 
-    def empty(self, like, shape, dtype):
-        cupy = require_cupy()
+    def maker(self, like, shape, dtype):
         if dtype == "uint8":
-            return CUPY.empty(like, shape, dtype)  # workspace: JAX never sees it
+            return CUPY.maker(like, shape, dtype)  # workspace: JAX never sees it
         # Memory of JAX, not of CuPy's pool. The pool would take a result back as soon as the
         # caller drops it, and hand it out on CuPy's stream while JAX's stream may still read it.
         device = next(d for d in self._jax.local_devices()
                       if d.platform in ("gpu", "cuda") and d.local_hardware_id == like.device)
-        x = self._jax.numpy.empty(shape, numpy_dtype(dtype), device=device)
-        return CUPY.borrow(cupy.from_dlpack(x), "result")
+
+        def make():
+            x = self._jax.numpy.empty(shape, numpy_dtype(dtype), device=device)
+            view = require_cupy().from_dlpack(x)
+            return view, view.data.ptr
+        return make
 
     def deliver(self, result):
         # JAX passes its stream to CuPy, which makes it wait for the kernels just launched.
-        return self._jax.dlpack.from_dlpack(result.array)
+        return self._jax.dlpack.from_dlpack(result)
 
     def from_numpy(self, array, like):
         return self._jax.device_put(array, next(iter(like.array.devices())))
@@ -320,30 +377,6 @@ def _traced(name: str) -> InvalidInputError:
         f"launches kernels at once), or wrap it in jax.pure_callback")
 
 
-@functools.lru_cache(maxsize=4096)
-def _layout_of_bytes(shape: tuple[int, ...], strides: tuple[int, ...],
-                     dtype: np.dtype) -> Layout | None:
-    """Layout from strides in bytes; None if they are no multiples of the elements."""
-    if any(stride % dtype.itemsize for stride in strides):
-        return None
-    return Layout(shape, tuple(stride // dtype.itemsize for stride in strides), dtype_name(dtype))
-
-
-@functools.cache
-def dtype_name(dtype: np.dtype) -> str:
-    """Name of a NumPy dtype; ml_dtypes' bfloat16 is ``"bfloat16"``."""
-    return dtype.name
-
-
-@functools.cache
-def numpy_dtype(name: str) -> np.dtype:
-    """NumPy dtype of a name."""
-    if name == "bfloat16":
-        import ml_dtypes
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name)
-
-
 _held: deque[tuple[Any, list[Any]]] = deque()
 _held_guard = threading.Lock()
 
@@ -362,28 +395,3 @@ def hold(stream: int, arrays: list[Any]) -> None:
         _held.append((event, arrays))
         while _held and _held[0][0].done:
             _held.popleft()
-
-
-def require_capturable(framework: Framework, missing: Sequence[str]) -> None:
-    """Refuse to record a CUDA graph that would use memory which nobody keeps for its replays.
-
-    Parameters
-    ----------
-    framework
-        Where the arrays come from; a stream is being captured.
-    missing
-        Arguments that would avoid such memory, and were not given.
-
-    Raises
-    ------
-    UnsupportedError
-        Always, unless nothing is missing and the arrays themselves can be kept.
-    """
-    if framework.holds:
-        raise UnsupportedError(f"a CUDA graph cannot be captured from {framework.name} arrays: "
-                               f"nothing would keep them for the replays; give CuPy arrays")
-    if missing:
-        raise UnsupportedError(
-            f"a CUDA graph is being captured, and memory that is allocated now and not returned "
-            f"goes back to CuPy's pool before the replays: also give {', '.join(missing)}, and "
-            f"keep all results as long as the graph")

@@ -1,21 +1,24 @@
-"""One call from arrays to results: borrow, plan, launch, deliver."""
+"""One call from arrays to results: borrow, check, plan; `ready` launches."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from . import arrays, cpu, driver, env, schedules
+from . import arrays, cpu, driver, env, ready, schedules
 from .arguments import contiguous_strides
-from .arrays import CPU, Borrowed, Framework, Layout
+from .arrays import CPU, Borrowed, Framework
 from .config import uses_tensor_maps
 from .errors import InvalidInputError
 from .launch import Launcher, is_aligned, require_contiguous_rows
+from .layout import Layout
 from .outputs import check_outputs
 from .plan import Plan, make_plan
 from .problem import AXES, Problem, lse_dtype, mask_from_causal, number_from_scale
+from .ready import Ready
 
 # Arguments and results in the order of the parameter structs.
 INPUTS = {"forward": ("q", "k", "v"), "backward": ("q", "k", "v", "out", "dout", "lse")}
@@ -46,26 +49,33 @@ def run(direction: str, inputs: tuple[Any, ...], given: tuple[Any, ...], *,
     mask, scale = mask_from_causal(causal), number_from_scale(scale)
     if not isinstance(schedule, str):
         schedules.get(schedule)  # says what is allowed; only names can be looked up below
+    n_wanted = n_wanted or len(given)
+    options = (direction, mask, scale, schedule, env.debug(), max_ctas)
+    framework = arrays.framework_of(inputs[0], INPUTS[direction][0])
+    seen = framework.look((*inputs, *given, workspace))
+    if seen is not None:
+        key, pointers = (options, seen[0]), seen[1]
+        known = ready.find(key, pointers)
+        if known is not None:
+            return tuple(_on_device(known.device, known.enqueue, pointers, inputs, given,
+                                    workspace, n_wanted)[:n_wanted])
     framework, borrowed = arrays.borrow_all(INPUTS[direction], inputs)
     outputs: list[Borrowed | None] = [None] * len(given)
     scratch = None
     if workspace is not None or any(x is not None for x in given):
         outputs, scratch = _borrow_given(direction, framework, inputs, borrowed, given, workspace)
-    options = (mask, scale, schedule)
     device = borrowed[0].device
     if device == CPU:
-        results = _run_cpu(direction, framework, borrowed, outputs, options)
+        results = _run_cpu(direction, framework, borrowed, outputs, options[1:4])
     else:
-        runtime = driver.require_cupy().cuda.runtime
-        current = runtime.getDevice()
-        if current != device:
-            runtime.setDevice(device)
-        try:
-            results = _run_gpu(direction, framework, borrowed, outputs, scratch, options,
-                               n_wanted or len(given), max_ctas)
-        finally:
-            if current != device:
-                runtime.setDevice(current)
+        new = _on_device(device, _prepare, framework, borrowed, outputs, scratch, options)
+        if seen is not None:
+            ready.remember(key, new)
+        everything = (*borrowed, *outputs, scratch)
+        views = [None if b is None else b.array for b in everything]
+        results = _on_device(
+            device, new.enqueue, [0 if b is None else b.pointer for b in everything],
+            views[:len(inputs)], views[len(inputs):-1], views[-1], n_wanted)
     return tuple(result if x is None else x for x, result in zip(given, results[:n_wanted]))
 
 
@@ -123,39 +133,33 @@ def _cpu_plan(direction: str, mask: str, scale: float | None, schedule: str, lay
     return make_plan(problem, direction, CPU, schedule)
 
 
-def _run_gpu(direction: str, framework: Framework, borrowed: list[Borrowed],
-             outputs: list[Borrowed | None], scratch: Borrowed | None, options: tuple,
-             n_wanted: int, max_ctas: int | None) -> list[Any]:
-    """Enqueue on the arrays' GPU, which is the current one."""
-    device = borrowed[0].device
+def _on_device(device: int, function: Callable, *arguments: Any) -> Any:
+    """Call with that GPU as the current one."""
+    runtime = driver.require_cupy().cuda.runtime
+    current = runtime.getDevice()
+    if current == device:
+        return function(*arguments)
+    runtime.setDevice(device)
+    try:
+        return function(*arguments)
+    finally:
+        runtime.setDevice(current)
+
+
+def _prepare(framework: Framework, borrowed: list[Borrowed], outputs: list[Borrowed | None],
+             scratch: Borrowed | None, options: tuple) -> Ready:
+    """Plan and launcher of a call on the current GPU; all checks that are not done yet."""
     launcher, wanted = _launcher(
-        direction, device, _may_be_aligned(direction, borrowed, outputs), env.debug(), max_ctas,
-        *options, _layouts(borrowed), _layouts(outputs))
-    stream = framework.stream(device)
-    n_bytes = launcher.plan.workspace_bytes
-    if framework.is_capturing(stream):
-        arrays.require_capturable(framework, _not_given(direction, outputs, scratch, n_bytes,
-                                                        n_wanted))
-    like = borrowed[0]
-    results = [framework.empty(like, *shape_dtype) if output is None else output
-               for output, shape_dtype in zip(outputs, wanted)]
+        borrowed[0].device, _may_be_aligned(options[0], borrowed, outputs), *options,
+        _layouts(borrowed), _layouts(outputs))
     if scratch is not None:
-        _check_workspace(scratch, n_bytes)
-    elif n_bytes:
-        scratch = framework.empty(like, (n_bytes,), "uint8")
-    # The workspace may go back to its allocator right after the launch: CuPy and torch hand
-    # memory out again in the order of the stream that it was allocated on, which is this one.
-    launcher([b.pointer for b in borrowed] + [b.pointer for b in results],
-             scratch.pointer if scratch is not None else 0, stream)
-    if framework.holds:
-        arrays.hold(stream, [*borrowed, *results, scratch])
-    return [framework.deliver(result) for result in results]
+        _check_workspace(scratch, launcher.plan.workspace_bytes)
+    return Ready(framework, launcher, wanted, borrowed, outputs, scratch)
 
 
 @functools.lru_cache(maxsize=1024)
-def _launcher(direction: str, device: int, may_be_aligned: bool, debug: bool,
-              max_ctas: int | None, mask: str, scale: float | None, schedule: str,
-              layouts: Layouts, given: Layouts
+def _launcher(device: int, may_be_aligned: bool, direction: str, mask: str, scale: float | None,
+              schedule: str, debug: bool, max_ctas: int | None, layouts: Layouts, given: Layouts
               ) -> tuple[Launcher, tuple[tuple[tuple[int, ...], str], ...]]:
     """A launcher, and shape and dtype of each result; all checks that need no pointer."""
     known = _by_name(direction, layouts, given)
@@ -198,19 +202,6 @@ def _may_be_aligned(direction: str, borrowed: list[Borrowed],
         raise InvalidInputError("an array starts at an address that is no multiple of its "
                                 "element's size (a view of bytes?): copy it")
     return bits & 15 == 0
-
-
-def _not_given(direction: str, outputs: list[Borrowed | None], scratch: Borrowed | None,
-               n_bytes: int, n_wanted: int) -> list[str]:
-    """Arguments without which memory is used that the caller does not hold."""
-    missing = []
-    if direction == "forward" and n_wanted == 1:
-        missing.append("return_lse=True")
-    if n_bytes and scratch is None:
-        missing.append(f"workspace= (uint8, {n_bytes} bytes)" if direction == "backward" else
-                       "arrays whose addresses and strides are multiples of 16 bytes (others are "
-                       "copied to scratch memory first)")
-    return missing
 
 
 def _check_workspace(scratch: Borrowed, n_bytes: int) -> None:

@@ -16,7 +16,8 @@ VARIABLES = {
 
 
 def _flag(name: str) -> bool:
-    return os.environ.get(name, "0").strip().lower() not in ("", "0", "false", "no", "off")
+    value = os.environ.get(name)
+    return value is not None and value.strip().lower() not in ("", "0", "false", "no", "off")
 
 
 def debug() -> bool:

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from . import counters, driver, modules, params, schedules, tensor_map
+from . import counters, driver, modules, schedules, tensor_map
 from .arguments import make_arguments, used_strides
-from .arrays import Layout
 from .errors import DeviceError, HangError, InvalidInputError
+from .layout import Layout
 from .plan import Plan
 from .plan_backward import REPORT_WORDS
 from .plan_parts import KernelPlan
@@ -86,19 +86,19 @@ class Launcher:
                  max_ctas: int | None = None):
         self.plan = plan
         self.device = device
-        offsets = {region.name: region.offset for region in plan.workspace}
-        self._present = tuple(name in offsets for name in params.WORKSPACE[plan.direction])
-        self._offsets = tuple(offsets.get(name, 0) for name in params.WORKSPACE[plan.direction])
+        self._offsets = tuple(region.offset for region in plan.workspace)
         self._cleared = tuple((plan.region(name).offset, plan.region(name).n_bytes)
                               for name in plan.cleared)
         self._kernels = tuple(_LoadedKernel(kernel, plan, device, max_ctas)
                               for kernel in plan.kernels)
         # Kernels that take the same struct share it.
-        keys = [[(kind, kernel.copies) for kind in (kernel.params, kernel.maps) if kind]
+        keys = [tuple((kind, kernel.copies) for kind in (kernel.params, kernel.maps) if kind)
                 for kernel in plan.kernels]
-        used = list(dict.fromkeys(itertools.chain(*keys)))
+        used, groups = list(dict.fromkeys(itertools.chain(*keys))), list(dict.fromkeys(keys))
         self._makers = tuple(make_arguments(kind, plan, layouts, copies) for kind, copies in used)
-        self._structs_of = tuple(tuple(used.index(key) for key in of) for of in keys)
+        self._groups = tuple((ctypes.c_char_p * len(group), tuple(map(used.index, group)))
+                             for group in groups)
+        self._group_of = tuple(map(groups.index, keys))
         self._counters = (counters.of_device(device)
                           if any(kernel.counter for kernel in plan.kernels) else None)
         self._reports = plan.debug and "report" in plan.cleared
@@ -122,15 +122,15 @@ class Launcher:
         HangError
             Debug builds: a CTA gave up waiting for its turn.
         """
-        addresses = (*pointers, *[workspace + offset if present else 0
-                                  for offset, present in zip(self._offsets, self._present)])
+        addresses = (*pointers, *[workspace + offset for offset in self._offsets])
         counter = self._counters.take(driver.is_capturing(stream)) if self._counters else 0
         structs = [make(addresses, counter) for make in self._makers]
+        # Addresses of each kernel's arguments: structs in `bytes` objects.
+        arguments = [kind(*[structs[i] for i in group]) for kind, group in self._groups]
         for offset, n_bytes in self._cleared:
             driver.require_cupy().cuda.runtime.memsetAsync(workspace + offset, 0, n_bytes, stream)
-        for kernel, which in zip(self._kernels, self._structs_of):
-            kernel.launch(stream, (ctypes.c_void_p * len(which))(
-                *[ctypes.addressof(structs[i]) for i in which]))
+        for kernel, which in zip(self._kernels, self._group_of):
+            kernel.launch(stream, arguments[which])
         if self._reports:
             _raise_hang(self.plan, workspace, stream)
 
@@ -153,15 +153,18 @@ class _LoadedKernel:
                 schedules.require_resident(plan.schedule, plan.shape, resident)
             self._grid = min(kernel.grid, resident)
         launch = _cooperative_launch() if kernel.cooperative else _plain_launch()
-        self._call = functools.partial(launch, self._function, self._grid, 1, 1, kernel.threads,
-                                       1, 1, kernel.smem_bytes)
+        self._last = () if kernel.cooperative else (None,)  # no "extra"
+        # ctypes passes its own objects on faster than it converts Python's.
+        self._call = functools.partial(
+            launch, ctypes.c_void_p(self._function),
+            *map(ctypes.c_uint, (self._grid, 1, 1, kernel.threads, 1, 1, kernel.smem_bytes)))
 
     def launch(self, stream: int, arguments: ctypes.Array) -> None:
-        code = self._call(stream, arguments)
+        code = self._call(stream, arguments, *self._last)
         if code == _ERROR_INVALID_CONTEXT:
             # A thread that has not yet used the GPU: setDevice gives it the GPU's context.
             driver.require_cupy().cuda.runtime.setDevice(self._device)
-            code = self._call(stream, arguments)
+            code = self._call(stream, arguments, *self._last)
         if code:
             kernel = self._kernel
             raise DeviceError(
@@ -180,10 +183,7 @@ _LAUNCH_ARGUMENTS = [ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, cty
 def _plain_launch():
     function = driver.library().cuLaunchKernel
     function.argtypes = [*_LAUNCH_ARGUMENTS, ctypes.c_void_p]
-
-    def launch(*arguments):
-        return function(*arguments, None)  # no "extra"
-    return launch
+    return function
 
 
 @functools.cache

@@ -104,11 +104,6 @@ def compile_cubin(source: str, arch: str, options: Sequence[str] = (), *,
     return CompiledKernel(cubin, log)
 
 
-def supported_archs(library: Library) -> tuple[int, ...]:
-    """Architectures that an NVRTC compiles for, ascending: 80, 86, 90, ..."""
-    return library.archs
-
-
 def choose_arch(compute_capability: tuple[int, int], library: Library) -> str:
     """Architecture to compile for on one GPU.
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from .arrays import CPU, Borrowed, Framework, Layout, numpy_dtype
+from .arrays import CPU, Borrowed, Framework
 from .errors import InvalidInputError
+from .layout import Layout, numpy_dtype
 
 # Effort of the exact overlap test; arrays with nested axes (all that slicing and transposing
 # give) take a handful of steps.
@@ -49,15 +50,39 @@ def check_outputs(framework: Framework, outputs: Mapping[str, Borrowed],
                 f"{name} has shape {tuple(layout.shape)} and strides {layout.strides}: several of "
                 f"its elements lie at one address (a broadcast result?); give an array of its own")
         # Outputs before this one are checked already, and are popped.
-        first, end = _span(layout)
         for other, (other_pointer, other_layout) in places.items():
-            other_first, other_end = _span(other_layout)
-            if (pointer + first < other_pointer + other_end
-                    and other_pointer + other_first < pointer + end
-                    and _overlap(layout, other_layout, other_pointer - pointer)):
+            low, high = _near(layout, other_layout)
+            distance = other_pointer - pointer
+            if low < distance < high and _overlap(layout, other_layout, distance):
                 raise InvalidInputError(
                     f"{name} shares memory with {other}, which is still needed while {name} is "
                     f"written: give another array")
+
+
+class Apart:
+    """The part of `check_outputs` that addresses decide, for arrays that passed the rest of it.
+
+    Parameters
+    ----------
+    layouts
+        Of inputs, then of arrays that are written; None for each that is not there.
+    n_input
+        How many of them are inputs.
+    """
+
+    def __init__(self, layouts: Sequence[Layout | None], n_input: int):
+        there = [i for i, layout in enumerate(layouts) if layout is not None]
+        self._pairs = tuple((i, j, *_near(layouts[i], layouts[j]), layouts[i], layouts[j])
+                            for i in there if i >= n_input
+                            for j in there if j < n_input or j > i)
+
+    def holds(self, pointers: Sequence[int]) -> bool:
+        """Whether nothing that is written shares memory with another array."""
+        for i, j, low, high, layout, other in self._pairs:
+            distance = pointers[j] - pointers[i]
+            if low < distance < high and _overlap(layout, other, distance):
+                return False
+        return True
 
 
 def _place(framework: Framework, borrowed: Borrowed) -> tuple[int, Layout]:
@@ -78,6 +103,12 @@ def _span(layout: Layout) -> tuple[int, int]:
     first, last = sum(min(0, r) for r in reach), sum(max(0, r) for r in reach)
     itemsize = numpy_dtype(layout.dtype).itemsize
     return itemsize * first, itemsize * (last + 1)
+
+
+def _near(a: Layout, b: Layout) -> tuple[int, int]:
+    """Between which distances in bytes from ``a`` to ``b`` their spans meet (ends left out)."""
+    (first, end), (other_first, other_end) = _span(a), _span(b)
+    return first - other_end, end - other_first
 
 
 @functools.lru_cache(maxsize=4096)

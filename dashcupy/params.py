@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 
 # Codes of the `struct` module: P pointer, q 64-bit int, i int, f float, 128s tensor map. Pointers
@@ -24,13 +25,10 @@ ARRAYS = {
     "forward": ("q", "k", "v", "out", "lse"),
     "backward": ("q", "k", "v", "out", "dout", "lse", "dq", "dk", "dv"),
 }
-_BACKWARD_POINTERS = (*ARRAYS["backward"], "lse_log2", "delta", "dq_accum", "dq_semaphore",
-                      "work_counter", "report")
-# Parts of the workspace: those of the struct in its order, then copies.
+# Parts of the workspace, in the order of the struct.
 WORKSPACE = {
     "forward": ("q_copy", "k_copy", "v_copy", "out_copy"),
-    "backward": (*_BACKWARD_POINTERS[len(ARRAYS["backward"]):],
-                 "q_copy", "k_copy", "v_copy", "dout_copy"),
+    "backward": ("lse_log2", "delta", "dq_accum", "dq_semaphore", "work_counter", "report"),
 }
 _SIZES = ("batch", "n_q_head", "n_kv_head", "q_len", "kv_len", "mask_offset")
 
@@ -44,7 +42,7 @@ FIELDS = {
         *_fields("i", "reserved"),
     ),
     "backward": (
-        *_fields("P", *_BACKWARD_POINTERS),
+        *_fields("P", *ARRAYS["backward"], *WORKSPACE["backward"]),
         *_strides("q", "k", "v", "out", "dout", "dq", "dk", "dv"),
         *_fields("q", "lse_batch", "lse_head"),
         *_fields("i", *_SIZES),
@@ -71,6 +69,7 @@ STRUCT_NAME = {"forward": "ForwardParams", "backward": "BackwardParams",
                "copy": "CopyParams"}
 
 
+@functools.cache
 def _struct(kind: str) -> struct.Struct:
     # "P" needs native mode; native sizes and alignment are also what the compiler uses.
     codes = "".join(code for _, code in FIELDS[kind])
@@ -107,6 +106,7 @@ def pack(kind: str, values: dict[str, int | float | bytes]) -> bytes:
         for name, code in FIELDS[kind]))
 
 
+@functools.cache
 def pointer_packer(kind: str) -> struct.Struct:
     """Packs the pointers alone, which follow one another."""
     return struct.Struct("@" + "".join(code for _, code in FIELDS[kind] if code == "P"))

@@ -7,8 +7,8 @@ import ctypes
 import numpy as np
 
 from . import driver
-from .arrays import Layout
 from .errors import DeviceError
+from .layout import Layout
 
 N_BYTES = 128
 PANEL_COLUMNS = 64  # as in ptx/wgmma.cuh: 128 bytes, the most that a swizzle can take

@@ -42,7 +42,7 @@ def install_torch(monkeypatch) -> ModuleType:
     torch.Tensor = FakeTensor
     for name in ("float16", "bfloat16", "float32", "float64", "uint8"):
         setattr(torch, name, f"torch.{name}")
-    torch.empty = lambda shape, dtype, device: FakeTensor(
+    torch.empty = lambda *shape, dtype, device: FakeTensor(
         shape, dtype.removeprefix("torch."), device.index)
     torch._C = SimpleNamespace(_cuda_getCurrentRawStream=lambda device: TORCH_STREAM + device)
     monkeypatch.setitem(sys.modules, "torch", torch)

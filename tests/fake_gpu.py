@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dashcupy import arguments, arrays, call, counters, driver, launch, modules, params
+from dashcupy import arguments, arrays, call, counters, driver, launch, modules, params, ready
 
 STREAM = 0x5000
 CURRENT_DEVICE = 0
@@ -20,9 +20,11 @@ CURRENT_DEVICE = 0
 _SIGNATURE = (ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p,
               ctypes.c_void_p)
 FUNCTIONS = {"fwd_sm80": 0xF0, "bwd_preprocess": 0xF1, "bwd_sm80": 0xF2, "fwd_sm90": 0xF3,
-             "copy_rows": 0xF4}
+             "copy_rows": 0xF4, "bwd_sm90": 0xF5, "bwd_postprocess": 0xF6}
 STRUCTS = {"fwd_sm80": "forward", "bwd_preprocess": "backward", "bwd_sm80": "backward",
-           "fwd_sm90": "forward_sm90", "copy_rows": "copy"}
+           "fwd_sm90": "forward_sm90", "copy_rows": "copy", "bwd_sm90": "backward",
+           "bwd_postprocess": "backward"}
+SECOND_STRUCTS = {"bwd_sm90": "backward_maps"}
 COUNTERS = 0x7000_0000
 # CUresult; map, data type, rank, address, sizes, strides, box, element strides, interleave,
 # swizzle, L2 promotion, fill
@@ -135,28 +137,35 @@ class FakeGpu:
             return 1
         self.maps.append(Map(pointer, data_type, tuple(sizes[:rank]), tuple(strides[:rank - 1]),
                              tuple(box[:rank])))
-        ctypes.memmove(to, struct.pack("<Q120x", len(self.maps) - 1), 128)
+        ctypes.memmove(to, struct.pack("<Q120x", len(self.maps)), 128)
         return 0
 
     def _launch(self, cooperative, function, gx, gy, gz, bx, by, bz, smem, stream, arguments):
         if self.codes and (code := self.codes.pop(0)):
             return code
         kernel = {handle: name for name, handle in FUNCTIONS.items()}[function]
-        kind = STRUCTS[kernel]
-        layout = params.FIELDS[kind]
-        address = ctypes.c_void_p.from_address(arguments).value
-        raw = ctypes.string_at(address, params.n_bytes(kind))
-        values = struct.unpack_from("@" + "".join(code for _, code in layout), raw)
-        fields = {name: self._map(value) if isinstance(value, bytes) else value
-                  for (name, _), value in zip(layout, values)}
+        fields = self._fields(STRUCTS[kernel], arguments)
+        if kernel in SECOND_STRUCTS:
+            second = self._fields(SECOND_STRUCTS[kernel], arguments + struct.calcsize("P"))
+            fields |= {f"{name}_map": value for name, value in second.items()}
         if (gy, gz, by, bz) != (1, 1, 1, 1):
             return 1  # an exception could not pass through C
         self.launches.append(
             Launch(kernel, gx, bx, smem, stream, cooperative, self.current, fields))
         return 0
 
+    def _fields(self, kind, argument):
+        layout = params.FIELDS[kind]
+        address = ctypes.c_void_p.from_address(argument).value
+        raw = ctypes.string_at(address, params.n_bytes(kind))
+        values = struct.unpack_from("@" + "".join(code for _, code in layout), raw)
+        return {name: self._map(value) if isinstance(value, bytes) else value
+                for (name, _), value in zip(layout, values)}
+
     def _map(self, raw):
-        return self.maps[int.from_bytes(raw[:8], "little")]
+        """None for a map that was not made: all zeros."""
+        number = int.from_bytes(raw[:8], "little")
+        return self.maps[number - 1] if number else None
 
     def install(self, monkeypatch):
         """Put this in the place of CuPy, the driver and the compiler."""
@@ -177,10 +186,12 @@ def fake_gpu(monkeypatch, **options):
     gpu.install(monkeypatch)
     for cache in caches:
         cache.cache_clear()
+    ready.forget()
     arrays._held.clear()
     try:
         yield gpu
     finally:
         for cache in caches:
             cache.cache_clear()
+        ready.forget()
         arrays._held.clear()
