@@ -6,7 +6,8 @@ import pytest
 
 from dashcupy import params, schedules
 from dashcupy.errors import InvalidInputError, UnsupportedError
-from dashcupy.plan import SEMAPHORE_STRIDE, head_group, make_plan
+from dashcupy.plan import head_group, make_plan
+from dashcupy.plan_backward import SEMAPHORE_STRIDE
 from dashcupy.problem import Problem
 
 H200 = (9, 0)
