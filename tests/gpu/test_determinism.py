@@ -1,10 +1,13 @@
 """Bits never change: repeats, load, processes, SM counts, batches and CUDA graphs, by bytes."""
 
+import dataclasses
 import itertools
 
 import dashcupy
 import pytest
-from dashcupy import call, env, schedules
+from dashcupy import call, env, params, schedules
+from dashcupy.launch import Launcher
+from dashcupy.layout import Layout
 
 from . import kernels
 from .support import (
@@ -91,6 +94,32 @@ def test_repeats_under_load(schedule, mask, head_dim):
     case = RACY.replace(schedule=schedule, mask=mask, head_dim=head_dim)
     expect_equal_repeats(case, 30, load)
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize(("schedule", "mask"), SCHEDULED)
+def test_random_delays(schedule, mask):
+    # Warps of one CTA that meet in an order which no run has shown so far: with DC_DELAY those of
+    # bwd_sm90 pause now and then. A barrier or a fence that is missing, and a hang.
+    case = RACY.replace(schedule=schedule, mask=mask, head_dim=128, batch=1)
+    inputs = case.draw()
+    expected = run(case, inputs)
+    plan = dashcupy.attention_plan(*(inputs[name] for name in "qkv"), causal=CAUSAL[mask],
+                                   schedule=schedule)
+    plan = dataclasses.replace(plan, kernels=tuple(
+        dataclasses.replace(kernel, defines=(*kernel.defines, ("DC_DELAY", 1)))
+        for kernel in plan.kernels))
+    into = {name: torch.empty_like(expected[name]) for name in ("dq", "dk", "dv")}
+    arrays = inputs | {name: expected[name] for name in ("out", "lse")} | into
+    launcher = Launcher(plan, {
+        name: Layout(tuple(x.shape), x.stride(), str(x.dtype).removeprefix("torch."))
+        for name, x in arrays.items()}, torch.cuda.current_device())
+    workspace = torch.full((plan.workspace_bytes,), 0xFF, dtype=torch.uint8, device=DEVICE)
+    for i in range(5):
+        for x in into.values():
+            x.fill_(float("nan"))
+        launcher([arrays[name].data_ptr() for name in params.ARRAYS["backward"]],
+                 workspace.data_ptr(), torch.cuda.current_stream().cuda_stream)
+        expect_same_bits(into, {name: expected[name] for name in into}, f"{case}, repeat {i}")
 
 
 @limit(PROCESS_LIMIT_S + 20)
