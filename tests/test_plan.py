@@ -10,7 +10,7 @@ from dashcupy.plan import head_group, make_plan
 from dashcupy.plan_backward import SEMAPHORE_STRIDE
 from dashcupy.problem import Problem
 
-H200 = (9, 0)
+H200, B200 = (9, 0), (10, 0)  # with the Hopper and with the portable kernels
 
 
 def problem(**changes):
@@ -66,8 +66,8 @@ def test_auto_has_the_bits_of_the_schedule_it_picks(mask):
 
 def test_alignment_and_debugging_change_the_build_and_not_the_bits():
     """The promise covers strides and alignment."""
-    base = make_plan(problem(), "backward", H200)
-    other = make_plan(problem(), "backward", H200, "auto", False, True)
+    base = make_plan(problem(), "backward", B200)
+    other = make_plan(problem(), "backward", B200, "auto", False, True)
     assert other.fingerprint == base.fingerprint
     for plan, aligned, debug in ((base, 1, 0), (other, 0, 1)):
         assert defines(plan, "bwd_sm80")["DC_ALIGNED"] == aligned
@@ -101,7 +101,7 @@ def test_forward_launch():
 
 def test_backward_launches():
     """Grid, threads and defines of the contract with bwd_preprocess and bwd_sm80."""
-    plan = make_plan(problem(), "backward", H200, "shortest_first")
+    plan = make_plan(problem(), "backward", B200, "shortest_first")
     before, main, config = *plan.kernels, plan.config
     assert (before.kernel, main.kernel) == ("bwd_preprocess", "bwd_sm80")
     assert before.grid == -(-1000 // config.q_tile) * 2 * 4 and before.threads == 256
@@ -118,16 +118,16 @@ def test_backward_launches():
 @pytest.mark.parametrize("name, mask", [("shift", "full"), ("symmetric_shift", "causal")])
 def test_teams_are_launched_cooperatively(name, mask):
     """CTAs that wait for one another hang unless the driver promises that all run."""
-    plan = make_plan(problem(mask=mask), "backward", H200, name)
+    plan = make_plan(problem(mask=mask), "backward", B200, name)
     assert plan.team_size == schedules.get(name).team_size(plan.shape) > 1
     assert kernel(plan, "bwd_sm80").cooperative
     assert f"{plan.team_size} CTAs wait for one another" in plan.explain()
-    assert not kernel(make_plan(problem(mask=mask), "backward", H200), "bwd_sm80").cooperative
+    assert not kernel(make_plan(problem(mask=mask), "backward", B200), "bwd_sm80").cooperative
 
 
 def test_workspace_parts_lie_apart():
     """Regions that overlap corrupt one another; 16-byte reads need aligned ones."""
-    plan = make_plan(problem(), "backward", H200, "auto", True, True)
+    plan = make_plan(problem(), "backward", B200, "auto", True, True)
     assert [region.name for region in plan.workspace] == list(params.WORKSPACE["backward"])
     end = 0
     for region in plan.workspace:
@@ -160,7 +160,7 @@ def test_workspace_is_linear_in_the_lengths():
 @pytest.mark.parametrize("name", ["auto", "symmetric_shift"])
 def test_empty_inputs(changes, kernels, cleared, name):
     """A grid of 0 is an error, a counter that nobody clears loses work, zeros must be written."""
-    plan = make_plan(problem(**changes), "backward", H200, name)
+    plan = make_plan(problem(**changes), "backward", B200, name)
     assert [kernel.kernel for kernel in plan.kernels] == kernels
     assert all(kernel.grid > 0 for kernel in plan.kernels)
     assert plan.cleared == cleared
