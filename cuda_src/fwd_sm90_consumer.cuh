@@ -151,14 +151,16 @@ struct Consumer {
 #pragma unroll
         for (int e = 4; e < N_S; e += 4) top = fmaxf(top, fmaxf(s[e + 2 * half], s[e + 2 * half + 1]));
         top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2)) * scale_log2;
+        // Products of their own: fused into a sum in one copy of this code and not in another, they
+        // would let bits depend on which copy a kv tile meets.
+        top = __fmul_rn(fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2)), scale_log2);
         factor[half] = 1.f;
         if (top > reference[half] + MAX_RISE) {
           factor[half] = exp2_here(reference[half] - top);
           reference[half] = top;
           moves = true;
         }
-        sum[half] *= factor[half];
+        sum[half] = __fmul_rn(sum[half], factor[half]);
       }
       moved = __any_sync(0xffffffffu, moves);  // multiplying by 1 changes no row that did not move
     }

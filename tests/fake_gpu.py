@@ -69,6 +69,7 @@ class Map(NamedTuple):
     sizes: tuple
     strides: tuple
     box: tuple
+    options: tuple  # element strides, interleave, swizzle, L2 promotion, fill
 
 
 class FakeGpu:
@@ -131,12 +132,12 @@ class FakeGpu:
     def _memcpy(self, to, source, n_bytes, kind):
         ctypes.memmove(to, self.report.ctypes.data, n_bytes)
 
-    def _encode(self, to, data_type, rank, pointer, sizes, strides, box, *options):
+    def _encode(self, to, data_type, rank, pointer, sizes, strides, box, steps, *options):
         """Writes the number of the map, so that a launch tells which one it got."""
         if to % 64 or pointer % 16 or any(stride % 16 for stride in strides[:rank - 1]):
             return 1
         self.maps.append(Map(pointer, data_type, tuple(sizes[:rank]), tuple(strides[:rank - 1]),
-                             tuple(box[:rank])))
+                             tuple(box[:rank]), (tuple(steps[:rank]), *options)))
         ctypes.memmove(to, struct.pack("<Q120x", len(self.maps)), 128)
         return 0
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from dashcupy import params, schedules
+from dashcupy import params, plan_sm90, schedules
 from dashcupy.errors import InvalidInputError, UnsupportedError
 from dashcupy.plan import head_group, make_plan
 from dashcupy.plan_backward import SEMAPHORE_STRIDE
@@ -51,8 +51,9 @@ def test_fingerprint_names_schedule_tiles_capability_and_direction():
     prints = {make_plan(problem(), "backward", target, name).fingerprint
               for name in ("ascending", "descending", "symmetric_shift")
               for target in (H200, (8, 0), (8, 9), "cpu")}
-    prints.add(make_plan(problem(), "forward", H200).fingerprint)
-    assert len(prints) == 13
+    prints |= {make_plan(problem(), "forward", target).fingerprint for target in (H200, (8, 0))}
+    assert len(prints) == 14
+    assert ":fwd_sm90[128x128]:cc9.0" in make_plan(problem(), "forward", H200).fingerprint
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
@@ -86,7 +87,7 @@ def test_head_group():
 
 def test_forward_launch():
     """Grid, threads and defines of the contract with fwd_sm80."""
-    plan = make_plan(problem(), "forward", H200)
+    plan = make_plan(problem(), "forward", (8, 0))
     launch, config = kernel(plan, "fwd_sm80"), plan.config
     assert launch.grid == -(-1000 // config.q_tile) * 2 * 4
     assert launch.threads == 32 * config.n_warp and launch.smem_bytes == config.smem_bytes
@@ -97,6 +98,51 @@ def test_forward_launch():
         "DC_SMEM_BYTES": config.smem_bytes}
     assert expected.items() <= defines(plan, "fwd_sm80").items()
     assert plan.workspace_bytes == 0 and plan.schedule is None
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_forward_launch_of_hopper(mask):
+    """Grid, threads and defines of the contract with fwd_sm90."""
+    plan = make_plan(problem(mask=mask), "forward", H200, "auto", True, True)
+    (launch,), config = plan.kernels, plan.config
+    assert launch.kernel == "fwd_sm90" and launch.params == "forward_sm90" and launch.persistent
+    assert launch.grid == 8 * 2 * 4 and launch.threads == 384 and not launch.cooperative
+    assert launch.counter == (mask == "causal") and launch.smem_bytes == config.smem_bytes
+    assert dict(launch.defines) == {
+        "DC_HEAD_DIM": 128, "DC_HEAD_DIM_PAD": 128, "DC_Q_TILE": 128, "DC_KV_TILE": 128,
+        "DC_CAUSAL": int(mask == "causal"), "DC_BF16": 1, "DC_CONSUMERS": 2, "DC_STAGES": 2,
+        "DC_Q_STAGES": 2, "DC_EARLY_EXPONENTIALS": 32, "DC_FIXED_REFERENCE": 1, "DC_DEBUG": 1,
+        "DC_PARAMS_BYTES": params.n_bytes("forward_sm90"), "DC_SMEM_BYTES": config.smem_bytes}
+    assert plan.workspace_bytes == 0 and plan.schedule is None and plan.cleared == ()
+
+
+def test_copies_change_the_launches_and_not_the_bits():
+    """Tensor maps cannot describe every array; the promise covers strides and alignment."""
+    base, plan = (make_plan(problem(), "forward", H200, "auto", aligned)
+                  for aligned in (True, False))
+    assert plan.fingerprint == base.fingerprint and plan.kernels[3] == base.kernels[0]
+    assert [kernel.copies for kernel in plan.kernels] == [
+        ("q", "q_copy"), ("k", "k_copy"), ("v", "v_copy"), None, ("out_copy", "out")]
+    copy = plan.kernels[0]
+    assert copy.kernel == "copy_rows" and copy.grid == 2 * 1000 * 4 // 8 and copy.threads == 256
+    assert {region.name: region.n_bytes for region in plan.workspace} == {
+        "q_copy": 2 * 2 * 1000 * 4 * 128, "k_copy": 2 * 2 * 900 * 2 * 128,
+        "v_copy": 2 * 2 * 900 * 2 * 128, "out_copy": 2 * 2 * 1000 * 4 * 128}
+    assert all(region.offset % 256 == 0 for region in plan.workspace)
+    assert "loads by tensor map of copies" in plan.explain()
+    no_keys = make_plan(problem(kv_len=0), "forward", H200, "auto", False)
+    assert [region.name for region in no_keys.workspace] == ["q_copy", "out_copy"]
+    assert len(no_keys.kernels) == 3
+
+
+def test_forward_head_group():
+    """The kernel divides by it; with GQA a group holds whole kv heads."""
+    assert plan_sm90.head_group(problem(batch=0)) == plan_sm90.head_group(problem(kv_len=0,
+                                                                                  batch=0)) == 1
+    assert plan_sm90.head_group(problem(batch=64, kv_len=0)) == 64 * 4
+    long = problem(batch=64, kv_len=1 << 20, n_q_head=32, n_kv_head=4)
+    assert plan_sm90.head_group(long) == 8
+    assert plan_sm90.head_group(problem(batch=64, kv_len=1 << 14)) == 4
 
 
 def test_backward_launches():
@@ -187,8 +233,12 @@ def test_explain_tells_everything(direction, target):
               *[f"{r.name}: {r.n_bytes} bytes at {r.offset}" for r in plan.workspace]]
     if direction == "backward":
         wanted += [schedules.get(plan.schedule).DESCRIPTION, "for 'auto'"]
-    if direction == "backward" and target == H200:
-        wanted.append("works of 4 of the 4 kv heads are handed out together")
+    if target == H200:
+        wanted.append({"forward": "q tiles of 8 of the 8 q", "backward": "works of 4 of the 4 kv"}
+                      [direction] + " heads are handed out together")
+    if direction == "forward" and target == H200:
+        wanted += ["fwd_sm90: grid min(64 works, resident CTAs)", "fixed_reference True",
+                   "loads by tensor map"]
     for part in wanted:
         assert part in text
     assert dataclasses.asdict(plan)["fingerprint"] == plan.fingerprint

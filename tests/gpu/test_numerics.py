@@ -7,7 +7,8 @@ from .support import SCHEDULED, Case, backward, check, expect_right, expect_same
 
 pytestmark = pytest.mark.gpu
 
-# Rows of the largest tile of any kernel; the others divide it.
+# Rows of the largest tile of the portable kernels; the others divide it. Tiles of Hopper have tests
+# of their own, see test_forward_sm90.py.
 TILE = 128
 
 
