@@ -61,6 +61,8 @@ def _names(capability, variant):
     head_dim, _, aligned, _ = variant
     hopper = capability == (9, 0)
     backward = {"bwd_preprocess", "bwd_sm80"} if head_dim <= 128 else set()
+    if hopper and head_dim == 128:
+        backward = {"bwd_preprocess", "bwd_sm90", "bwd_postprocess"}
     copies = {"copy_rows"} if hopper and not aligned else set()
     return {"fwd_sm90" if hopper else "fwd_sm80"} | backward | copies
 

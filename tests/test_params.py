@@ -21,6 +21,7 @@ int main() {
 
 
 KINDS = list(params.FIELDS)
+HEADERS = {"forward_sm90": "params_sm90.cuh", "backward_maps": "params_bwd_sm90.cuh"}
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
@@ -28,7 +29,7 @@ KINDS = list(params.FIELDS)
 def test_offsets_are_the_compilers(kind, tmp_path):
     """A field that moved shifts all behind it: strides would be read as sizes."""
     name = params.STRUCT_NAME[kind]
-    header = "params_sm90.cuh" if "sm90" in kind else "params.cuh"
+    header = HEADERS.get(kind, "params.cuh")
     lines = [f'  std::printf("{field} %zu\\n", offsetof({name}, {field}));'
              for field, _ in params.FIELDS[kind]]
     lines.append(f'  std::printf("sizeof %zu\\n", sizeof({name}));')
