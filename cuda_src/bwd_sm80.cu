@@ -100,10 +100,11 @@ DC_FN void score_pieces(int step, int n_step, const Body& body) {
     if (i * n_step / n_piece == step) body(i / PASS_TILES, i % PASS_TILES);
 }
 
-// Writes scale * acc to rows [row0, row_end) of gmem; rows of the tile start at row0.
+// Writes scale * acc to rows [row0, row_end) of gmem; rows of the tile start at row0. Rows before
+// first_row saw nothing: 0, whatever the other rows of their tile left in acc (0 * NaN).
 template <class Grid>
 DC_FN void store_result(const typename Grid::Acc& acc, Element* gmem, i64 row_stride, int row0,
-                        int row_end, float scale, int warp, int lane) {
+                        int row_end, int first_row, float scale, int warp, int lane) {
 #pragma unroll
   for (int m = 0; m < Grid::m_tiles; ++m)
 #pragma unroll
@@ -113,9 +114,9 @@ DC_FN void store_result(const typename Grid::Acc& acc, Element* gmem, i64 row_st
 #pragma unroll
       for (int n = 0; n < Grid::n_tiles; ++n) {
         const int column = Grid::column0(warp) + 8 * n + 2 * (lane % 4);
+        const u32 pair = pack(acc.d[m][n][2 * half] * scale, acc.d[m][n][2 * half + 1] * scale);
         if (column < DC_HEAD_DIM)
-          store_pair(gmem + row * row_stride + column,
-                     pack(acc.d[m][n][2 * half] * scale, acc.d[m][n][2 * half + 1] * scale));
+          store_pair(gmem + row * row_stride + column, row < first_row ? 0u : pair);
       }
     }
 }
@@ -260,7 +261,7 @@ DC_FN void visit_kv_tile(SharedStorage& smem, const BackwardParams& params, int 
       Element* to =
           params.dq + kv.batch * params.dq_strides.batch + q_head * params.dq_strides.head;
       store_result<DqGrid>(dq, to, params.dq_strides.row, step.row0, params.q_len,
-                           params.scale, warp, lane);
+                           mask.first_row(), params.scale, warp, lane);
     } else {
 #pragma unroll
       for (int m = 0; m < DqGrid::m_tiles; ++m)
@@ -290,9 +291,10 @@ DC_FN void visit_kv_tile(SharedStorage& smem, const BackwardParams& params, int 
                      kv.kv_head * params.dk_strides.head;
   Element* dv_head = params.dv + kv.batch * params.dv_strides.batch +
                      kv.kv_head * params.dv_strides.head;
-  store_result<KvGrid>(dk, dk_head, params.dk_strides.row, kv.row0, params.kv_len, params.scale,
+  store_result<KvGrid>(dk, dk_head, params.dk_strides.row, kv.row0, params.kv_len, 0, params.scale,
                        warp, lane);
-  store_result<KvGrid>(dv, dv_head, params.dv_strides.row, kv.row0, params.kv_len, 1.f, warp, lane);
+  store_result<KvGrid>(dv, dv_head, params.dv_strides.row, kv.row0, params.kv_len, 0, 1.f, warp,
+                       lane);
 }
 
 extern "C" __global__ void __launch_bounds__(N_THREAD, 1)

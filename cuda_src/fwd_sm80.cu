@@ -202,12 +202,15 @@ DC_FN void store(WarpRows& rows, QTile& stage, int q_row0, Element* out, i64 row
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = rows.softmax.sum[m][half];
-      const float inverse = sum == 0.f ? 0.f : reciprocal_approx(sum);  // no key seen: out = 0
+      const float inverse = reciprocal_approx(sum);
 #pragma unroll
-      for (int n = 0; n < O_TILES; ++n)
-        st_shared(stage.address(rows.row0 + 16 * m + 8 * half + lane / 4,
-                                8 * n + lane % 4 * 2),
-                  pack(rows.o.d[m][n][2 * half] * inverse, rows.o.d[m][n][2 * half + 1] * inverse));
+      for (int n = 0; n < O_TILES; ++n) {
+        const u32 pair =
+            pack(rows.o.d[m][n][2 * half] * inverse, rows.o.d[m][n][2 * half + 1] * inverse);
+        // No key seen: out is 0, whatever another row's key left in O (0 * NaN).
+        st_shared(stage.address(rows.row0 + 16 * m + 8 * half + lane / 4, 8 * n + lane % 4 * 2),
+                  sum == 0.f ? 0u : pair);
+      }
       const int row = first_row + 16 * m + 8 * half + lane / 4;
       if (lane % 4 == 0 && row < rows.mask.q_len) lse[row] = rows.softmax.lse(m, half);
     }

@@ -12,13 +12,6 @@ DC_FN void cp_async_16(u32 smem, const void* gmem, bool valid) {
                : "memory");
 }
 
-// 4 bytes, as above.
-DC_FN void cp_async_4(u32 smem, const void* gmem, bool valid) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(smem), "l"(gmem),
-               "r"(valid ? 4 : 0)
-               : "memory");
-}
-
 DC_FN void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Until at most N of this thread's groups are under way.

@@ -174,3 +174,14 @@ def test_what_nobody_sees_may_be_nan():
     for name in ("q", "dout"):
         inputs[name][:, :133] = float("nan")
     expect_same_bits(run(case, inputs), clean, f"{case} with NaN in rows 0 .. 132")
+
+
+def test_rows_that_see_no_key_stay_zero_beside_nan():
+    # 0 * NaN the other way round: a key that only other rows of the same q tile see.
+    case = Case(333, 200, "causal")
+    inputs = case.draw()
+    for name in ("k", "v"):
+        inputs[name][:, 3] = float("nan")
+    got = run(case, inputs)
+    assert not got["out"][:, :133].any() and not got["dq"][:, :133].any()
+    assert got["out"][:, 140:].isnan().any() and got["dq"][:, 140:].isnan().any()
