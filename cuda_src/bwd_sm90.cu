@@ -19,8 +19,8 @@
 #include "bwd_sm90_layout.cuh"
 #include "bwd_sm90_math.cuh"
 
-// Writes batch n: steps from `done` on of a kv tile, up to BATCH_STEPS and as far as all or none are
-// cut by the diagonal. Returns how many.
+// Writes batch n: steps from `done` on of a kv tile, up to BATCH_STEPS and as far as all or none
+// are cut by the diagonal. Returns how many.
 DC_FN int plan_batch(SharedStorage& smem, const BackwardParams& params,
                      const schedule::Shape& shape, int n_kv_head, const schedule::HeadWork& place,
                      int part, int kv_tile, int done, int n, int lane) {

@@ -119,7 +119,9 @@ def attention_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *,
     workspace : array, optional
         Scratch memory on the GPU: uint8, one axis, contiguous, at least
         ``attention_plan(...).workspace_bytes`` long, any contents. Only a CUDA graph that is
-        captured from CuPy arrays needs it: CuPy's pool would hand the memory out again.
+        captured from CuPy arrays needs it: CuPy's pool would hand the memory out again. Copies
+        that compute capability 9.0 needs at head_dim 128, as in `attention`, come on top if dout,
+        out or the gradients are the reason, which the plan does not see: an error says how much.
 
     Returns
     -------

@@ -116,7 +116,7 @@ def test_the_hopper_forward_keeps_its_products_apart(library):
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=str)
 def test_the_hopper_backward_keeps_its_products_apart(library):
-    """As above; but in some builds ptxas keeps 8 bytes on the stack, outside the loop of steps."""
+    """As above; but some builds keep 8 bytes of the planner on the stack, once a work."""
     backwards = list(dict.fromkeys(
         item for variant in (FULL_TILES, (128, "float16", True, False), HOPPER_128)
         for item in _kernels((9, 0), variant) if item[0] == "bwd_sm90"))
