@@ -8,6 +8,9 @@ import pytest
 
 from dashcupy import params, source
 
+STRUCT_NAME = {"forward": "ForwardParams", "backward": "BackwardParams",
+               "forward_sm90": "ForwardSm90Params", "backward_maps": "BackwardMaps",
+               "copy": "CopyParams"}
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 PROGRAM = r"""
 #include <cstddef>
@@ -28,7 +31,7 @@ HEADERS = {"forward_sm90": "params_sm90.cuh", "backward_maps": "params_bwd_sm90.
 @pytest.mark.parametrize("kind", KINDS)
 def test_offsets_are_the_compilers(kind, tmp_path):
     """A field that moved shifts all behind it: strides would be read as sizes."""
-    name = params.STRUCT_NAME[kind]
+    name = STRUCT_NAME[kind]
     header = HEADERS.get(kind, "params.cuh")
     lines = [f'  std::printf("{field} %zu\\n", offsetof({name}, {field}));'
              for field, _ in params.FIELDS[kind]]
