@@ -8,15 +8,19 @@ A plan of new lengths comes on top the first time that a call meets them; it nee
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
 import dashcupy
 from dashcupy.plan import make_plan
 from dashcupy.problem import Problem
+
+from . import timing
 
 SHAPE = (1, 128, 2, 64)  # batch, len, heads, head_dim
 CALLS_A_ROUND = 50
@@ -80,28 +84,36 @@ def new_plans() -> dict[str, Callable[[], object]]:
 
 
 def report(framework: str, functions: dict[str, Callable[[], object]], wait: Callable[[], None],
-           rounds: int) -> None:
-    """Time and print."""
+           rounds: int) -> list[dict]:
+    """Time and print; one record a line."""
+    records = []
     for name, call in functions.items():
         least, median = microseconds(call, wait, rounds)
         print(f"{framework:6} {name:30} least {least:6.1f}  median {median:6.1f} us"
               f"{'' if least < GOAL_US else f'  (goal: {GOAL_US})'}", flush=True)
+        records.append({"framework": framework, "call": name, "least_us": round(least, 2),
+                        "median_us": round(median, 2)})
+    return records
 
 
-def main() -> None:
-    """Print a table."""
+def main(arguments: list[str] | None = None) -> None:
+    """Print a table, and write it if asked to."""
     parser = argparse.ArgumentParser(prog="python -m bench.overhead", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--framework", choices=[*ARRAYS, "none"], action="append",
                         help="default: all; none: only what needs no GPU")
     parser.add_argument("--rounds", type=int, default=40)
-    options = parser.parse_args()
-    report("any", new_plans(), lambda: None, options.rounds)
-    for framework in options.framework or ARRAYS:
-        if framework == "none":
-            continue
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the table there, too")
+    options = parser.parse_args(arguments)
+    chosen = [name for name in options.framework or ARRAYS if name != "none"]
+    records = report("any", new_plans(), lambda: None, options.rounds)
+    for framework in chosen:
         arrays, wait, make_workspace = ARRAYS[framework]()
-        report(framework, calls(arrays, make_workspace), wait, options.rounds)
+        records += report(framework, calls(arrays, make_workspace), wait, options.rounds)
+    if options.json:
+        machine = timing.environment() if chosen else {}
+        lines = json.dumps(machine | {"calls": records}, indent=1)
+        options.json.write_text(lines + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -62,11 +62,13 @@ def attention(q: Any, k: Any, v: Any, *, causal: bool | str = False, scale: floa
     Notes
     -----
     The bits of a head's results depend on its inputs, dtype, head_dim, the lengths, mask, scale,
-    and the tile sizes and compute capability that ``attention_plan(...).fingerprint`` names. They
-    do not depend on the run, on batch and heads around it, on strides, stream or framework, or on
-    the number of SMs. On the CPU they also depend on NumPy's BLAS and the processor.
+    the tile sizes and compute capability that ``attention_plan(...).fingerprint`` names, and the
+    version (major.minor) of the NVRTC that compiled the kernels. They do not depend on the run, on
+    batch and heads around it, on strides, stream or framework, or on the number of SMs. On the CPU
+    they also depend on NumPy's BLAS and the processor.
 
-    The first call with a new kind of problem compiles a kernel (seconds; kept on disk).
+    The first call with a new kind of problem compiles a kernel (seconds; kept on disk). Arrays of
+    the last call with JAX or DLPack arrays stay referenced until the next such call.
 
     Examples
     --------
@@ -110,7 +112,7 @@ def attention_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *,
         As given to `attention`.
     schedule : str, optional
         The order in which CTAs visit tiles and sum dq: one of ``dashcupy.schedules.names()``, or
-        ``"auto"``, which picks by lengths, tiles and mask, never by a timing. Bits depend on it.
+        ``"auto"``, which looks at the mask only, never at a timing. Bits depend on it.
     grads : tuple of array, optional
         Where to write: ``(dq, dk, dv)``, in which None stands for a new array. Same framework,
         device, shapes and dtype as the results; on a GPU the last axis is contiguous (the other
@@ -174,7 +176,8 @@ def attention_plan(q: Any, k: Any, v: Any, *, causal: bool | str = False,
     Returns
     -------
     Plan
-        ``fingerprint`` names all that the bits depend on: equal fingerprints promise equal bits.
+        ``fingerprint`` names all that the bits depend on but the values and the NVRTC version:
+        equal fingerprints promise equal bits under one NVRTC.
         ``workspace_bytes`` is the scratch memory, ``schedule`` and ``config`` say what was
         chosen, and ``explain()`` tells all of it with the reasons.
 

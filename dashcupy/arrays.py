@@ -51,6 +51,8 @@ class Framework:
     # The memory is not reused in the order of the stream that the kernels run on, so arrays must
     # be kept until the GPU is done with them (see `hold`).
     holds = False
+    # Memory that is allocated while a CUDA graph is captured is the graph's own.
+    graph_owns_memory = False
 
     def borrow(self, x: Any, name: str) -> Borrowed:
         """Look at ``x``, which the caller knows as ``name``."""
@@ -62,7 +64,24 @@ class Framework:
         Equal keys say: all that `borrow`, `read_only` and the type tell is equal, and all arrays
         are ready for the GPU, at multiples of ``ALIGNMENT``. None: not so, or no quick way.
         """
-        return None
+        key, pointers, bits = [], [], 0
+        try:
+            for x in arrays:
+                if x is None:
+                    key.append(None)
+                    pointers.append(0)
+                    continue
+                pointer, seen = self._see(x)
+                bits |= pointer
+                pointers.append(pointer)
+                key.append(seen)
+        except Exception:  # another framework's array, or one without memory: `borrow_all` says so
+            return None
+        return None if bits % ALIGNMENT else (tuple(key), pointers)
+
+    def _see(self, x: Any) -> tuple[int, tuple[Any, ...]]:
+        """Address and key of one array for `look`; any error where there is none."""
+        raise NotImplementedError
 
     def maker(self, like: Borrowed, shape: tuple[int, ...],
               dtype: str) -> Callable[[], tuple[Any, int]]:
@@ -77,7 +96,7 @@ class Framework:
         return require_cupy().cuda.get_current_stream(device).ptr
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether the work is being recorded into a CUDA graph with memory that is not its own."""
+        """Whether the work is being recorded into a CUDA graph."""
         return driver.is_capturing(stream)
 
     def deliver(self, result: Any) -> Any:
@@ -121,22 +140,9 @@ class _CuPy(Framework):
         data = x.data
         return Borrowed(x, data.ptr, layout, data.device_id)
 
-    def look(self, arrays):
-        key, pointers, bits = [], [], 0
-        try:
-            for x in arrays:
-                if x is None:
-                    key.append(None)
-                    pointers.append(0)
-                    continue
-                data = x.data
-                pointer = data.ptr
-                bits |= pointer
-                pointers.append(pointer)
-                key.append((type(x), x.dtype, data.device_id, x.shape, x.strides))
-        except Exception:  # another framework's array, or none: `borrow_all` says so
-            return None
-        return None if bits % ALIGNMENT else (tuple(key), pointers)
+    def _see(self, x):
+        data = x.data
+        return data.ptr, (type(x), x.dtype, data.device_id, x.shape, x.strides)
 
     def maker(self, like, shape, dtype):
         empty, dtype = require_cupy().empty, numpy_dtype(dtype)
@@ -149,6 +155,7 @@ class _CuPy(Framework):
 
 class _Torch(Framework):
     name = "torch"
+    graph_owns_memory = True
 
     def __init__(self, torch: ModuleType):
         self._torch = torch
@@ -168,6 +175,9 @@ class _Torch(Framework):
             pointer = x.data_ptr()
             if not pointer and x.numel():
                 raise RuntimeError("the data pointer is null")
+            if x.is_neg():
+                raise InvalidInputError(f"{name} is a torch tensor whose memory holds the negated "
+                                        f"values (x.is_neg()): give {name}.resolve_neg()")
             if on_gpu:
                 return Borrowed(x, pointer, Layout(x.shape, x.stride(), dtype), x.get_device())
             return Borrowed(x, 0, Layout(tuple(x.shape), None, dtype), CPU)
@@ -177,24 +187,11 @@ class _Torch(Framework):
                 f"torch.compile, vmap or a fake mode): give a plain strided tensor. torch says: "
                 f"{error}") from error
 
-    def look(self, arrays):
-        key, pointers, bits = [], [], 0
-        try:
-            for x in arrays:
-                if x is None:
-                    key.append(None)
-                    pointers.append(0)
-                    continue
-                pointer = x.data_ptr()
-                if not pointer or not x.is_cuda:
-                    return None
-                bits |= pointer
-                pointers.append(pointer)
-                key.append((type(x), x.dtype, x.get_device(), x.requires_grad, x.shape,
-                            x.stride()))
-        except Exception:  # another framework's array, or one without memory: `borrow_all` says so
-            return None
-        return None if bits % ALIGNMENT else (tuple(key), pointers)
+    def _see(self, x):
+        pointer = x.data_ptr()
+        if not pointer or not x.is_cuda or x.is_neg():
+            raise ValueError("`borrow` knows what it is")
+        return pointer, (type(x), x.dtype, x.get_device(), x.requires_grad, x.shape, x.stride())
 
     def maker(self, like, shape, dtype):
         # A plain tensor, whatever subclass the caller has; torch's allocator hands the memory out
@@ -212,9 +209,6 @@ class _Torch(Framework):
         if self._raw_stream is not None:
             return self._raw_stream(device)
         return self._torch.cuda.current_stream(device).cuda_stream
-
-    def is_capturing(self, stream):
-        return False  # torch gives a graph a memory pool of its own, so nothing is at risk
 
     def to_numpy(self, borrowed):
         x = borrowed.array.detach()
@@ -239,11 +233,12 @@ class _Dlpack(Framework):
     holds = True
 
     def borrow(self, x, name):
-        kind, _ = x.__dlpack_device__()
+        kind, index = x.__dlpack_device__()
         if kind not in _DLPACK_CUDA:
             raise InvalidInputError(
                 f"{name} is a {_type_name(x)} on a device of DLPack kind {int(kind)} (allowed: "
                 f"CUDA memory); for memory of the CPU give numpy.from_dlpack({name})")
+        driver.device(int(index))  # where there is no such GPU, says so better than CuPy
         # CuPy passes its current stream: the producer makes it wait for what is not yet written.
         return CUPY.borrow(require_cupy().from_dlpack(x), name)
 
@@ -328,7 +323,8 @@ def _find_framework(x: Any, name: str) -> Framework:
         if isinstance(x, jax.core.Tracer):
             raise _traced(name)
         return _jax(jax)
-    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+    # A class has the methods of its instances, and no memory.
+    if not isinstance(x, type) and hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return DLPACK
     raise InvalidInputError(
         f"{name} is a {_type_name(x)}, not an array (allowed: NumPy, CuPy, torch, JAX, or "

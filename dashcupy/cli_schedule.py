@@ -11,6 +11,9 @@ from .problem import MASKS
 from .schedules import Shape
 from .simulate import ASSIGNMENTS, WRITERS, Costs, Simulation, simulate
 
+# Steps that are simulated in half a minute, and SMs: each is a Python object.
+MAX_STEPS = 4_000_000
+
 DESCRIPTION = """\
 Show the order of a tile schedule, and how long it takes in a model of the GPU. Times are in
 units of --compute, the time of one step. NAME may be 'all': every schedule of the mask.
@@ -51,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     shape = _shape(args)
     costs = Costs(args.compute, args.reduce, args.latency, args.slots, args.writer)
     n_sm = args.kv if args.sms is None else args.sms
+    _require_feasible(args, shape, n_sm)
     if args.name == "all":
         chosen = [name for name in schedules.names() if schedules.supports(name, args.mask)]
     else:
@@ -78,6 +82,17 @@ def _shape(args: argparse.Namespace) -> Shape:
             raise InvalidInputError(f"{option} {value}: must be at least 1")
     shape = Shape.from_counts(n_q, args.kv, args.mask != "full", args.stride)
     return replace(shape, offset=0) if args.mask == "causal_top_left" else shape
+
+
+def _require_feasible(args: argparse.Namespace, shape: Shape, n_sm: int) -> None:
+    n_step = shape.n_q * shape.n_kv * args.heads * args.q_per_kv
+    if n_step > MAX_STEPS:
+        raise InvalidInputError(
+            f"{shape.n_q} q tiles x {shape.n_kv} kv tiles x {_plural(args.heads, 'head')} x "
+            f"{args.q_per_kv} q heads each = {n_step} steps: at most {MAX_STEPS} are simulated; "
+            f"give fewer (--kv, --q, --heads, --q-per-kv)")
+    if n_sm > MAX_STEPS:
+        raise InvalidInputError(f"--sms {n_sm}: at most {MAX_STEPS}")
 
 
 def summary(results: dict[str, Simulation]) -> str:

@@ -87,6 +87,9 @@ class Launcher:
         self._offsets = tuple(region.offset for region in plan.workspace)
         self._cleared = tuple((plan.region(name).offset, plan.region(name).n_bytes)
                               for name in plan.cleared)
+        # In a thread that has not yet used the GPU this gives it the GPU's context, without which
+        # the driver cannot tell how many CTAs are resident.
+        driver.require_cupy().cuda.runtime.setDevice(device)
         self._kernels = tuple(_LoadedKernel(kernel, plan, device, max_ctas)
                               for kernel in plan.kernels)
         # Kernels that take the same struct share it.

@@ -63,8 +63,6 @@ FIELDS = {
         *_fields("i", "batch", "len", "n_head", "reserved"),
     ),
 }
-STRUCT_NAME = {"forward": "ForwardParams", "backward": "BackwardParams",
-               "forward_sm90": "ForwardSm90Params", "copy": "CopyParams"}
 
 
 @functools.cache

@@ -22,6 +22,8 @@ PREPROCESS_THREADS = 256
 SEMAPHORE_STRIDE = 8  # u32s of one dq_semaphore: 32 bytes, so that no two share a sector
 REPORT_WORDS = 8
 _INT_MAX = 2**31 - 1
+# Every CTA takes one number from the work counter that stands for no work, the last of all.
+_MAX_WORKS = 2**31 - 2**16
 # Lengths stay far enough below 2**31 that tile and mask arithmetic in 32 bits cannot overflow.
 _MAX_LEN = 2**30
 
@@ -51,7 +53,10 @@ class Plan:
     team_size
         CTAs that wait for one another and so must be resident together; 1: none.
     fingerprint
-        Names all that the bits depend on: equal fingerprints promise equal bits.
+        Names all that the bits depend on, but for the values and for the NVRTC that compiles the
+        kernels: equal fingerprints promise equal bits under one NVRTC version. Across versions
+        nothing is promised; with 12.9 and 13.5 the machine code is the same with and without
+        ``-fmad=false``, so neither chooses where to fuse, and bits are in practice equal.
     """
 
     direction: str
@@ -111,7 +116,7 @@ def make_plan(problem: Problem, direction: str, target: Target, schedule: str = 
     target
         ``"cpu"``, or a compute capability (major, minor).
     schedule
-        For the backward: a name, or ``"auto"``.
+        A name, or ``"auto"``; the forward has no use for it.
     aligned, debug
         See `Plan`.
 
@@ -124,7 +129,8 @@ def make_plan(problem: Problem, direction: str, target: Target, schedule: str = 
     """
     config = choose_config(problem, direction, target)
     shape = _shape(problem, config)
-    chosen = schedules.resolve(schedule, shape) if direction == "backward" else None
+    chosen = schedules.resolve(schedule, shape)  # a wrong name is refused for the forward too
+    chosen = chosen if direction == "backward" else None
     name = chosen.NAME if chosen else None
     kernels: tuple[KernelPlan, ...] = ()
     workspace: tuple[Region, ...] = ()
@@ -156,7 +162,7 @@ def _check_sizes(problem: Problem, shape: Shape, schedule: schedules.Schedule | 
     }
     if schedule is not None:
         counts["works * batch * n_kv_head"] = (
-            schedules.total_work(schedule, shape, problem.batch * problem.n_kv_head), _INT_MAX)
+            schedules.total_work(schedule, shape, problem.batch * problem.n_kv_head), _MAX_WORKS)
     for name, (count, most) in counts.items():
         if count > most:
             raise UnsupportedError(f"{name} = {count} is more than the kernels can count "
@@ -286,8 +292,7 @@ def _loads_text(plan: Plan) -> str:
 def _schedule_text(plan: Plan) -> str:
     description = schedules.get(plan.schedule).DESCRIPTION
     asked = "" if plan.requested_schedule == plan.schedule else (
-        f" (for {plan.requested_schedule!r}: a function of lengths, tiles and mask, never a "
-        f"timing)")
+        f" (for {plan.requested_schedule!r}: a function of the mask alone, never of a timing)")
     return f"{plan.schedule}{asked}: {description}"
 
 

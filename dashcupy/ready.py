@@ -39,6 +39,7 @@ class Ready:
         self.device = inputs[0].device
         self._framework = framework
         self._launcher = launcher
+        self._waits = "report" in launcher.plan.cleared
         self._n_input = len(inputs)
         self._missing = tuple(
             (i, framework.maker(inputs[0], *shape_dtype))
@@ -72,7 +73,7 @@ class Ready:
         """
         framework = self._framework
         stream = framework.stream(self.device)
-        if framework.is_capturing(stream):
+        if (self._waits or not framework.graph_owns_memory) and framework.is_capturing(stream):
             self._require_capturable(n_wanted)
         results = list(given)
         for i, make in self._missing:
@@ -95,9 +96,14 @@ class Ready:
         Raises
         ------
         UnsupportedError
-            Unless all of that memory is the caller's, and the arrays themselves can be kept.
+            Unless all of that memory is the caller's, and the arrays themselves can be kept. Also
+            for a debug build, which waits for the GPU.
         """
         framework, plan = self._framework, self._launcher.plan
+        if self._waits:
+            raise UnsupportedError("a CUDA graph is being captured, and with DASHCUPY_DEBUG=1 "
+                                   "the backward waits for the GPU, which no capture allows: set "
+                                   "DASHCUPY_DEBUG=0 for the capture")
         if framework.holds:
             raise UnsupportedError(f"a CUDA graph cannot be captured from {framework.name} arrays: "
                                    f"nothing would keep them for the replays; give CuPy arrays")

@@ -154,7 +154,7 @@ def _included_file(word: str, argument: str, root: Path, defines: Mapping[str, i
 
 
 def source_digest() -> str:
-    """SHA-256 (hex) over all code of the package: ``cuda_src`` and the Python modules.
+    """SHA-256 (hex) over the code: ``*.cu`` and ``*.cuh`` of ``cuda_src``, ``*.py`` of the package.
 
     A record of a GPU run names it, so that one can tell whether the code has changed since.
     Prose (``README.md``) does not count.

@@ -16,6 +16,7 @@ class FakeTensor:
 
     requires_grad = False
     is_cuda = True
+    negative = False
 
     def __init__(self, shape, dtype="float16", device=0, strides=None):
         self._array = FakeArray(shape, dtype, device, strides)
@@ -31,6 +32,9 @@ class FakeTensor:
 
     def get_device(self):
         return self.device.index
+
+    def is_neg(self):
+        return self.negative
 
     def numel(self):
         return 1

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dashcupy import arguments, arrays, call, counters, driver, launch, modules, params, ready
+from dashcupy.errors import DeviceError
 
 STREAM = 0x5000
 CURRENT_DEVICE = 0
@@ -88,6 +89,7 @@ class FakeGpu:
         self.codes: list[int] = []  # what the next launches return; then 0
         self.current = CURRENT_DEVICE
         self.capturing = False
+        self.has_context = True  # the thread; the driver answers nothing without
         self.allocated: list[FakeArray] = []
         self.events: list[SimpleNamespace] = []
         self.report = np.zeros(8, np.uint32)
@@ -125,7 +127,12 @@ class FakeGpu:
         return event
 
     def _set_device(self, device):
-        self.current = device
+        self.current, self.has_context = device, True
+
+    def _occupancy(self, function, threads, smem_bytes):
+        if not self.has_context:
+            raise DeviceError("error 201")
+        return self.per_sm
 
     def _memcpy(self, to, source, n_bytes, kind):
         ctypes.memmove(to, self.report.ctypes.data, n_bytes)
@@ -163,7 +170,7 @@ class FakeGpu:
         """Put this in the place of CuPy, the driver and the compiler."""
         monkeypatch.setitem(sys.modules, "cupy", self.cupy)
         monkeypatch.setattr(driver, "library", lambda: self.library)
-        monkeypatch.setattr(driver, "occupancy", lambda function, threads, smem: self.per_sm)
+        monkeypatch.setattr(driver, "occupancy", self._occupancy)
         monkeypatch.setattr(driver, "device", lambda index: driver.Device(
             index, f"Fake GPU {index}", self.compute_capability, self.n_sm, 1 << 30, 227 << 10))
         monkeypatch.setattr(modules, "load", lambda kernel, defines, device, smem_bytes:

@@ -79,4 +79,6 @@ def _machine() -> dict[str, str]:
     return {"device": gpu.name,
             "compute_capability": "{}.{}".format(*gpu.compute_capability),
             "driver": "CUDA {}.{}".format(*driver.version()),
-            "cupy": driver.require_cupy().__version__, "nvrtc": str(nvrtc.default_library())}
+            # The version alone: a path would say how somebody's machine is laid out.
+            "cupy": driver.require_cupy().__version__,
+            "nvrtc": "{}.{}".format(*nvrtc.default_library().version)}

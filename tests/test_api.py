@@ -247,6 +247,11 @@ def test_plan():
         dashcupy.attention_plan(x["q"], x["k"], x["v"], direction="both")
     with pytest.raises(InvalidInputError, match="did you mean"):
         dashcupy.attention_plan(x["q"], x["k"], x["v"], schedule="shfit")
+    for direction in ("backward", "forward"):
+        for wrong in ("junk", ["shift"], None):
+            with pytest.raises(InvalidInputError, match="is not known"):
+                dashcupy.attention_plan(x["q"], x["k"], x["v"], schedule=wrong,
+                                        direction=direction)
 
 
 def test_errors_can_be_caught_as_one_or_as_builtins():

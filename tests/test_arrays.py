@@ -16,8 +16,8 @@ from fake_frameworks import (
 from fake_gpu import STREAM, FakeArray, fake_gpu
 
 import dashcupy
-from dashcupy import arrays
-from dashcupy.errors import InvalidInputError, UnsupportedError
+from dashcupy import arrays, driver
+from dashcupy.errors import DeviceError, InvalidInputError, UnsupportedError
 
 SHAPE, LSE = (1, 200, 2, 64), (1, 2, 200)
 
@@ -57,6 +57,18 @@ def test_torch_results_that_require_a_gradient_are_refused(gpu, monkeypatch):
     out.requires_grad = True
     with pytest.raises(InvalidInputError, match="requires a gradient"):
         dashcupy.attention(q, k, v, out=out)
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_negated_torch_tensors_are_refused(gpu, monkeypatch, on_gpu):
+    """torch.imag of a conjugate: the sign stands in a flag that no kernel, nor NumPy, sees."""
+    install_torch(monkeypatch)
+    q, k, v = (FakeTensor(SHAPE) for _ in range(3))
+    for x in (q, k, v):
+        x.is_cuda, x.device.type = on_gpu, "cuda" if on_gpu else "cpu"
+    v.negative = True
+    with pytest.raises(InvalidInputError, match=r"v is a torch .* give v.resolve_neg\(\)"):
+        dashcupy.attention(q, k, v)
 
 
 def test_torch_tensors_without_memory_are_refused(gpu, monkeypatch):
@@ -148,7 +160,16 @@ def test_dlpack_arrays_of_the_cpu_are_refused(gpu):
         dashcupy.attention(Foreign(1), Foreign(1), Foreign(1))
 
 
+def test_dlpack_arrays_on_a_gpu_that_is_not_there(monkeypatch):
+    """CuPy's own error is none of ours and does not say what is missing."""
+    monkeypatch.setattr(driver, "library", lambda: None)
+    driver.device.cache_clear()
+    with pytest.raises(DeviceError, match="no NVIDIA driver"):
+        dashcupy.attention(Foreign(), Foreign(), Foreign())
+
+
 @pytest.mark.parametrize("x, message", [
+    (Foreign, "q is a builtins.type, not an array"),
     ([[1.0]], "q is a builtins.list, not an array.*numpy.asarray"),
     (None, "q is a builtins.NoneType, not an array"),
     (np.float32(1), "q is a numpy.float32, not an array"),
@@ -219,6 +240,8 @@ def test_real_torch_on_the_cpu(dtype):
     assert torch.equal(given, out)
     with pytest.raises(InvalidInputError, match="without memory"):
         dashcupy.attention(k.to_sparse(), k, v)
+    with pytest.raises(InvalidInputError, match="resolve_neg"):
+        dashcupy.attention(torch._neg_view(k), k, v)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -130,3 +130,14 @@ def test_records_are_whole():
     for record in records.read():
         assert set(record) == {*records.KEY, *records.VALUES}, json.dumps(record)
         assert record["ms"] > 0 and record["tflops"] > 0
+
+
+def test_overhead_is_written_down(tmp_path):
+    # Figures that only a terminal has seen cannot be compared with later ones.
+    from bench import overhead
+    path = tmp_path / "overhead.json"
+    overhead.main(["--framework", "none", "--rounds", "1", "--json", str(path)])
+    found = json.loads(path.read_text())["calls"]
+    assert [(row["framework"], row["call"]) for row in found] == [
+        ("any", "plan, forward"), ("any", "plan, backward")]
+    assert all(0 < row["least_us"] <= row["median_us"] for row in found)

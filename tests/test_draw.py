@@ -133,3 +133,6 @@ def test_command_refusals():
         command("shift --heads 2 --head-group 3")
     with pytest.raises(InvalidInputError, match="mean 'shift'"):
         command("shfit")
+    for large in ("auto --kv 3000", "all --kv 1000 --heads 4 --q-per-kv 2", "auto --sms 5000000"):
+        with pytest.raises(InvalidInputError, match="at most 4000000"):
+            command(large)

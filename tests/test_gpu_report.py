@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import gpu_report
 import pytest
 
+from dashcupy import driver, nvrtc
+
 
 def report(nodeid, outcome, *keywords):
     return SimpleNamespace(nodeid=nodeid, outcome=outcome, keywords=dict.fromkeys(keywords))
@@ -47,6 +49,19 @@ def test_code_that_has_changed_since(tmp_path, machine, monkeypatch):
     assert gpu_report.complaint(tmp_path / "report.json") == ""
     monkeypatch.setattr(gpu_report.source, "source_digest", lambda: "other")
     assert "made by other code" in gpu_report.complaint(tmp_path / "report.json")
+
+
+def test_no_path_is_recorded(monkeypatch):
+    """Where a compiler lies on somebody's machine is nobody's business, and says nothing."""
+    device = SimpleNamespace(name="card", compute_capability=(9, 0))
+    library = nvrtc.Library("/home/me/libnvrtc.so.13", (13, 0), (80, 90))
+    monkeypatch.setattr(driver, "devices", lambda: (device,))
+    monkeypatch.setattr(driver, "version", lambda: (13, 0))
+    monkeypatch.setattr(driver, "require_cupy", lambda: SimpleNamespace(__version__="14"))
+    monkeypatch.setattr(nvrtc, "default_library", lambda: library)
+    assert gpu_report._machine() == {"device": "card", "compute_capability": "9.0",
+                                     "driver": "CUDA 13.0", "cupy": "14", "nvrtc": "13.0"}
+    assert "/" not in json.loads(gpu_report.PATH.read_text())["nvrtc"]
 
 
 @pytest.mark.parametrize("expression, expected", [

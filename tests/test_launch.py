@@ -9,6 +9,7 @@ from dashcupy.errors import DeviceError, HangError, InvalidInputError, Unsupport
 from dashcupy.launch import check_report, used_strides
 from dashcupy.plan import make_plan
 
+from fake_frameworks import FakeTensor, install_torch
 from fake_gpu import STREAM, FakeArray, fake_gpu
 
 Q, K, LSE = (2, 300, 8, 64), (2, 500, 2, 64), (2, 8, 300)
@@ -187,6 +188,13 @@ def test_a_thread_without_a_context_gets_one(gpu):
     assert len(gpu.launches) == 1
 
 
+def test_new_lengths_in_a_thread_without_a_context(gpu):
+    """Loaded kernels need no context to be found, but the driver does to count resident CTAs."""
+    gpu.has_context = False
+    dashcupy.attention_backward(**backward_arrays())
+    assert len(gpu.launches) == 2 and gpu.current == 0
+
+
 def test_the_counter_is_cleared_when_nobody_else_does(gpu):
     """Without a row of q there is no preprocess; a counter of garbage would skip the zeros."""
     empty = {name: FakeArray((2, 0, 8, 64)) for name in ("dout", "q", "out")}
@@ -241,6 +249,22 @@ def test_debug_builds_report_who_was_stuck(gpu, monkeypatch):
     with pytest.raises(HangError, match=r"kv tile 2 .* q tile 4 \(batch 1, q head 5\).*ticket 3 "
                                         r"and saw 1"):
         dashcupy.attention_backward(**backward_arrays())
+
+
+def test_debug_builds_are_not_captured(gpu, monkeypatch):
+    """Waiting for the GPU would break the capture with an error of the driver, after launches."""
+    install_torch(monkeypatch)
+    monkeypatch.setenv("DASHCUPY_DEBUG", "1")
+    gpu.capturing = True
+    x = {name: FakeTensor(Q) for name in ("dout", "q", "out")}
+    x |= {"k": FakeTensor(K), "v": FakeTensor(K), "lse": FakeTensor(LSE, "float32")}
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="DASHCUPY_DEBUG=0 for the capture"):
+            dashcupy.attention_backward(**x)
+    assert not gpu.launches
+    dashcupy.attention(x["q"], x["k"], x["v"])  # the forward only bounds its waits
+    monkeypatch.setenv("DASHCUPY_DEBUG", "0")
+    dashcupy.attention_backward(**x)
 
 
 def test_a_quiet_report_raises_nothing():

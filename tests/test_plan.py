@@ -12,6 +12,9 @@ from dashcupy.problem import Problem
 H200 = (9, 0)
 
 
+ONE_WORK = {"q_len": 1, "kv_len": 1, "n_q_head": 1, "n_kv_head": 1}  # for each sequence
+
+
 def problem(**changes):
     values = dict(batch=2, q_len=1000, kv_len=900, n_q_head=4, n_kv_head=2, head_dim=128,
                   dtype="bfloat16", mask="causal", scale=0.125)
@@ -231,7 +234,8 @@ def test_explain_tells_everything(direction, target):
               *[f"{name}={value}" for k in plan.kernels for name, value in k.defines],
               *[f"{r.name}: {r.n_bytes} bytes at {r.offset}" for r in plan.workspace]]
     if direction == "backward":
-        wanted += [schedules.get(plan.schedule).DESCRIPTION, "for 'auto'"]
+        wanted += [schedules.get(plan.schedule).DESCRIPTION,
+                   "for 'auto': a function of the mask alone"]
     if target == H200:
         wanted.append({"forward": "q tiles of 8 of the 8 q", "backward": "works of 4 of the 4 kv"}
                       [direction] + " heads are handed out together")
@@ -250,8 +254,9 @@ def test_explain_tells_everything(direction, target):
 ])
 def test_wrong_schedules_are_refused(name, mask, message):
     """Never replaced by another one: bits would change without a word."""
-    with pytest.raises(InvalidInputError, match=message):
-        make_plan(problem(mask=mask), "backward", H200, name)
+    for direction in ("backward", "forward"):
+        with pytest.raises(InvalidInputError, match=message):
+            make_plan(problem(mask=mask), direction, H200, name)
 
 
 @pytest.mark.parametrize("changes, message", [
@@ -259,8 +264,15 @@ def test_wrong_schedules_are_refused(name, mask, message):
     ({"batch": 1 << 27, "q_len": 1, "n_q_head": 1, "n_kv_head": 1, "kv_len": 4096},
      r"works \* batch \* n_kv_head"),
     ({"kv_len": (1 << 30) + 1}, "kv_len"),
+    (ONE_WORK | {"batch": 2**31 - 2**16 + 1}, r"works \* batch \* n_kv_head"),
 ])
 def test_what_32_bits_cannot_count_is_refused(changes, message):
     """An overflow would address another tile."""
     with pytest.raises(UnsupportedError, match=message):
         make_plan(problem(**changes), "backward", H200)
+
+
+def test_the_work_counter_may_run_past_the_last_work():
+    """Every resident CTA takes one number too many; a counter that wraps hands out work 0 again."""
+    plan = make_plan(problem(**ONE_WORK, batch=2**31 - 2**16), "backward", H200)
+    assert kernel(plan, "bwd_sm80").grid == 2**31 - 2**16

@@ -67,3 +67,20 @@ def test_environment_table_is_the_one_of_the_code():
 
 def test_speed_section_keeps_its_markers():
     assert README.index("<!-- speed:begin -->") < README.index("<!-- speed:end -->")
+
+
+def test_what_the_bits_depend_on_names_the_compiler():
+    """The fingerprint does not name it, so the table must."""
+    table = README.split("## The bit contract")[1].split("## ")[0]
+    assert "the NVRTC version that compiled the kernels (major.minor)" in table
+
+
+@pytest.mark.parametrize("n_tile", [1, 7, 64, 65, 127, 128, 200])
+def test_residency_is_as_the_readme_says(n_tile):
+    """Who reads 64 CTAs where 32 do would not try a small GPU."""
+    teams = {name: schedules.get(name).team_size(schedules.Shape.from_counts(
+        n_tile, n_tile, name == "symmetric_shift")) for name in ("shift", "symmetric_shift")}
+    pairs = -(-n_tile // 2)
+    assert teams["shift"] == n_tile if n_tile <= 64 else teams["shift"] <= 64
+    assert teams["symmetric_shift"] == pairs if pairs <= 64 else teams["symmetric_shift"] <= 64
+    assert "`symmetric_shift` half of its\nactive kv tiles" in README

@@ -105,6 +105,16 @@ def test_a_tensor_that_came_to_require_a_gradient_is_refused(gpu, monkeypatch):
         dashcupy.attention(q, k, v, out=out)
 
 
+def test_a_negated_tensor_in_a_known_call_is_refused(gpu, monkeypatch):
+    """Shape and strides are those of before, but the values in memory have the other sign."""
+    install_torch(monkeypatch)
+    q, k, v = (FakeTensor(SHAPE) for _ in range(3))
+    dashcupy.attention(q, k, v)
+    k.negative = True
+    with pytest.raises(InvalidInputError, match=r"k is a torch .* give k.resolve_neg\(\)"):
+        dashcupy.attention(q, k, v)
+
+
 def test_other_arrays_in_a_known_call_are_refused(gpu):
     """A quick look must not take them for what was there before."""
     q, k, v = (FakeArray(SHAPE) for _ in range(3))

@@ -49,7 +49,8 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory) -> tuple[Path, Path]:
-    """(python, site-packages) of a fresh environment with the wheel, offline."""
+    """(python, site-packages) of a fresh environment where pip has put the wheel, offline."""
+    pytest.importorskip("pip")
     import ml_dtypes
     import numpy
     folder = tmp_path_factory.mktemp("fresh")
@@ -57,8 +58,8 @@ def installed(wheel, tmp_path_factory) -> tuple[Path, Path]:
     python = folder / "venv" / "bin" / "python"
     site = Path(_run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))",
                      cwd=folder).strip())
-    with zipfile.ZipFile(wheel) as archive:  # a pure wheel is installed by unpacking it
-        archive.extractall(site)
+    _run(sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check",
+         "install", "--quiet", "--no-deps", "--no-index", wheel, cwd=folder)
     # The dependencies are borrowed; .pth files in their folder, such as that of an editable
     # dashcupy, are not followed from here.
     borrowed = {str(Path(module.__file__).parent.parent) for module in (numpy, ml_dtypes)}
@@ -69,6 +70,10 @@ def installed(wheel, tmp_path_factory) -> tuple[Path, Path]:
 def test_wheel_holds_all_sources_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        metadata, = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        summary, = (line for line in archive.read(metadata).decode().splitlines()
+                    if line.startswith("Summary:"))
+        assert summary.endswith("a bit, for NumPy, CuPy and anything that speaks DLPack")
         licence, = (name for name in archive.namelist() if name.endswith("licenses/LICENSE"))
         assert archive.read(licence) == (ROOT / "LICENSE").read_bytes()
     python = {str(path.relative_to(ROOT)) for path in (ROOT / "dashcupy").rglob("*.py")}
@@ -91,5 +96,5 @@ def test_installed_wheel_has_its_version_and_command_line(installed, tmp_path):
     report = _run(python, "-m", "dashcupy", "info", cwd=tmp_path)
     line, = (line for line in report.splitlines() if line.split()[:1] == ["dashcupy"])
     assert line.split()[1] == __version__
-    assert "shift" in _run(python, "-m", "dashcupy", "schedule", "shift", "--kv", "4",
+    assert "shift" in _run(python.with_name("dashcupy"), "schedule", "shift", "--kv", "4",
                            cwd=tmp_path)

@@ -228,6 +228,34 @@ def test_another_thread():
     expect_same_bits(found[0], expected, "thread")
 
 
+def test_new_lengths_in_another_thread():
+    # The kernels are loaded, so nothing of the first call in this thread made a context current.
+    inputs = CASE.draw()
+    run(CASE, inputs)
+    case = CASE.replace(q_len=210, kv_len=345)
+    inputs = case.draw()
+    torch.cuda.synchronize()
+    found = []
+    # The backward first: torch would make a context for what the forward allocates.
+    out, lse = (torch.zeros_like(inputs["q"]), torch.zeros(2, 4, 210, device=DEVICE))
+    grads = tuple(torch.empty_like(inputs[name]) for name in "qkv")
+    q, k, v = (inputs[name] for name in "qkv")
+    n_bytes = dashcupy.attention_plan(q, k, v, causal=True).workspace_bytes
+    workspace = torch.empty(n_bytes, dtype=torch.uint8, device=DEVICE)
+    torch.cuda.synchronize()
+
+    def work():
+        backward(case, inputs, out, lse, grads=grads, workspace=workspace)
+        found.append(run(case, inputs))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
+    torch.cuda.synchronize()
+    assert found, "the thread raised"
+    expect_same_bits(found[0], run(case, inputs), "new lengths in a thread")
+
+
 def test_preallocated_results():
     inputs = CASE.draw()
     expected = run(CASE, inputs)
