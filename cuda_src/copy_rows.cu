@@ -1,6 +1,6 @@
-// Copies the rows of a [batch, len, heads, DC_HEAD_DIM] array whose address or strides the copy engine
-// cannot take to one that it can, or back. One warp a row, one element at a time: speed is not the
-// aim, the same bits as for aligned arrays are.
+// Copies the rows of a [batch, len, heads, DC_HEAD_DIM] array whose address or strides the copy
+// engine cannot take to one that it can, or back. One warp a row, one element at a time: speed is
+// not the aim, the same bits as for aligned arrays are.
 #include "params.cuh"
 
 constexpr int N_WARP = DC_WARPS;

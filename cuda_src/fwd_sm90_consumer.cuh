@@ -21,7 +21,9 @@ DC_FN float exp2_here(float x) {
   asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-DC_FN void add_here(float& sum, float x) { asm volatile("add.f32 %0, %0, %1;" : "+f"(sum) : "f"(x)); }
+DC_FN void add_here(float& sum, float x) {
+  asm volatile("add.f32 %0, %0, %1;" : "+f"(sum) : "f"(x));
+}
 DC_FN u32 pack_here(float lo, float hi) {
   u32 r;
 #if DC_BF16
@@ -35,15 +37,16 @@ DC_FN u32 pack_here(float lo, float hi) {
 // ptxas moves a wait for products above the exponentials before it, and with that serialises what
 // should overlap, unless something with a side effect needs them: a store that is never made.
 DC_FN void needed_here(float x, u32 sink) {
-  asm volatile("{.reg .pred p; setp.gt.f32 p, %0, 0f7f7fffff; @p st.volatile.shared.u32 [%1], 1;}" ::
-                   "f"(x), "r"(sink)
-               : "memory");
+  asm volatile(
+      "{.reg .pred p; setp.gt.f32 p, %0, 0f7f7fffff; @p st.volatile.shared.u32 [%1], 1;}" ::"f"(x),
+      "r"(sink)
+      : "memory");
 }
 
 struct Consumer {
   const ForwardSm90Params& params;
   SharedStorage& smem;
-  const int index, warp, lane;  // of the warpgroup among the consumers; in the warpgroup; in the warp
+  const int index, warp, lane;  // among the consumers; in the warpgroup; in the warp
   const Mask mask;
   const float scale_log2;
   const u32 q_low, k_low, v_low;  // low halves of the descriptors of the first stage
@@ -103,7 +106,8 @@ struct Consumer {
 
   // S = q k^T, not waited for.
   DC_FN void start_s() {
-    const u32 q = q_low + q_stage * (N_CONSUMER * Q_BYTES >> 4), k = k_low + stage * (KV_BYTES >> 4);
+    const u32 q = q_low + q_stage * (N_CONSUMER * Q_BYTES >> 4);
+    const u32 k = k_low + stage * (KV_BYTES >> 4);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < COLUMNS / 16; ++step) {
@@ -149,7 +153,7 @@ struct Consumer {
       for (int half = 0; half < 2; ++half) {
         float top = fmaxf(s[2 * half], s[2 * half + 1]);
 #pragma unroll
-        for (int e = 4; e < N_S; e += 4) top = fmaxf(top, fmaxf(s[e + 2 * half], s[e + 2 * half + 1]));
+        for (int e = 4 + 2 * half; e < N_S; e += 4) top = fmaxf(top, fmaxf(s[e], s[e + 1]));
         top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
         // Products of their own: fused into a sum in one copy of this code and not in another, they
         // would let bits depend on which copy a kv tile meets.

@@ -71,11 +71,10 @@ constexpr int HOLD = -2;  // nothing to go on with yet: finish what is there
 constexpr int TRACK_MAXIMUM = int(1u << 31);
 
 // Heads go in groups whose k and v fit into L2 together; in a group all heads' longest q tiles come
-// first, so that the last ones to run are short, and the heads of one q tile come one after another,
-// so that q heads of one kv head read its keys together.
+// first, so that the last ones to run are short, and the heads of one q tile come one after
+// another, so that q heads of one kv head read its keys together.
 DC_FN Work work_of(const ForwardSm90Params& params, u32 index) {
   const u32 n_q = ceil_div(params.q_len, Q_TILE), n_head = params.batch * params.n_q_head;
-  if (params.reversed) index = n_q * n_head - 1 - index;
   const u32 group_tiles = params.head_group * n_q, group = index / group_tiles;
   const u32 in_group = index - group * group_tiles, first = group * params.head_group;
   const u32 rest = n_head - first, n = min_int(params.head_group, rest);

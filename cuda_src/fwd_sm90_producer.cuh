@@ -1,5 +1,5 @@
-// The two single threads of the Hopper forward's first warpgroup: the producer hands out q tiles and
-// loads q, k and v; the storer writes out.
+// The two single threads of the Hopper forward's first warpgroup: the producer hands out q tiles
+// and loads q, k and v; the storer writes out.
 #pragma once
 #include "fwd_sm90_layout.cuh"
 
@@ -12,14 +12,15 @@ constexpr int CLAIM_AT = 3;
 // With FIXED_REFERENCE a q tile may fail (see fwd_sm90.cu) and is then done again with
 // TRACK_MAXIMUM. Whether it failed is known when the consumers have finished it, which they do
 // while they work on the next one: so the verdict on tile i is read before tile i + 2 is posted,
-// and when nothing is left to post but a verdict is open, HOLD makes them finish without a next one.
+// and when nothing is left to post but a verdict is open, HOLD makes them finish without a next
+// one.
 struct Scheduler {
   const ForwardSm90Params& params;
   SharedStorage& smem;
   u32 n_posted, n_judged;  // slots; HOLDs have a verdict too, always good
   u32 fresh;               // next q tile that was never posted
   u32 n_work;
-  int again0, again1;  // failed q tiles, -1: none; two verdicts can be open, no more
+  int again0, again1;      // failed q tiles, -1: none; two verdicts can be open, no more
   bool held;               // the last slot was a HOLD
 
   DC_FN Scheduler(const ForwardSm90Params& params, SharedStorage& smem)
@@ -88,7 +89,8 @@ struct Scheduler {
 };
 
 // The loads of k and v: one ring of stages, in which a tile of v has the number of its tile of k.
-// Consumers need k of a tile before v of the tile before, so v lags by one tile, across q tiles too.
+// Consumers need k of a tile before v of the tile before, so v lags by one tile, also across q
+// tiles.
 struct KvStream {
   const ForwardSm90Params& params;
   SharedStorage& smem;

@@ -1,4 +1,4 @@
-// What the host passes to the Hopper forward: one struct by value, tensor maps first. As params.cuh.
+// What the host passes to the Hopper forward: one struct by value, as in params.cuh.
 #pragma once
 #include "tensor_map.cuh"
 
@@ -14,7 +14,6 @@ struct ForwardSm90Params {
   int mask_offset;   // with DC_CAUSAL, row i sees key j iff j <= i + mask_offset
   float scale_log2;  // scale * log2(e)
   int head_group;    // q heads whose q tiles are handed out together; changes no bits
-  int reversed;      // hand out the q tiles last first; changes no bits
 };
 
 static_assert(DC_PARAMS_BYTES == sizeof(ForwardSm90Params), "params.py packs another struct");

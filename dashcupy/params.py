@@ -55,7 +55,7 @@ FIELDS = {
         *_fields("q", "lse_batch", "lse_head"),
         *_fields("i", *_SIZES),
         *_fields("f", "scale_log2"),
-        *_fields("i", "head_group", "reversed"),
+        *_fields("i", "head_group"),
     ),
     "backward_maps": _fields(_MAP, "q", "dout", "k", "v"),
     "copy": (

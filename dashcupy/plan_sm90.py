@@ -10,7 +10,7 @@ from .schedules.shape import Shape
 
 _COPY_WARPS = 8
 # k and v of the heads whose q tiles are handed out together: they stay in L2, of which an H200 has
-# 60 MB, beside q and out of these heads. Measured: cuda_src/README.md.
+# 60 MB, beside q and out of these heads. Not yet measured.
 _GROUP_BYTES = 16 << 20
 
 

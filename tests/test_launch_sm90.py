@@ -49,8 +49,7 @@ def test_struct_and_maps(gpu):
         "out_map": rows(out, 300, 8, 512, 64, 300 * 512, 64),
         "lse": lse.data.ptr, "work_counter": COUNTERS, "lse_batch": 8 * 300, "lse_head": 300,
         "batch": 2, "n_q_head": 8, "n_kv_head": 2, "q_len": 300, "kv_len": 500,
-        "mask_offset": 200, "scale_log2": np.float32(0.5 * np.log2(np.e)), "head_group": 16,
-        "reversed": 0}
+        "mask_offset": 200, "scale_log2": np.float32(0.5 * np.log2(np.e)), "head_group": 16}
 
 
 @pytest.mark.parametrize("head_dim, dtype, box, data_type", [

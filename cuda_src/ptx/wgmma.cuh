@@ -2,10 +2,10 @@
 #pragma once
 #include "element.cuh"
 
-// Accumulators d[N / 2]: thread t of the warpgroup holds rows 16 (t / 32) + t % 32 / 4 and that + 8;
-// d[4 j], d[4 j + 1] are columns 8 j + 2 (t % 4) + {0, 1} of the first row, d[4 j + 2], d[4 j + 3] of
-// the second. Two neighbours packed are one register of an A operand: accumulator columns 16 k to
-// 16 k + 15, packed in order, are the A operand of k step k.
+// Accumulators d[N / 2]: thread t of the warpgroup holds rows 16 (t / 32) + t % 32 / 4 and that
+// + 8; d[4 j], d[4 j + 1] are columns 8 j + 2 (t % 4) + {0, 1} of the first row, d[4 j + 2],
+// d[4 j + 3] of the second. Two neighbours packed are one register of an A operand: accumulator
+// columns 16 k to 16 k + 15, packed in order, are the A operand of k step k.
 //
 // Operands in shared memory are panels with rows of 64 elements (128 bytes), at a multiple of 1024
 // bytes, swizzled: 16-byte chunk c of row r lies at c ^ (r & 7), as the copy engine writes it.
