@@ -1,9 +1,11 @@
 """Every kernel compiles for every GPU generation, with the oldest and the newest NVRTC here.
 
 Needs no GPU. Guards against a kernel that no longer fits its config block (sizes that Python and
-C++ count apart are compared at compile time), an instruction that a generation lacks, and spills.
+C++ count apart are compared at compile time), an instruction that a generation lacks, warnings of
+the assembler, and spills.
 """
 
+import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,127 +17,138 @@ from dashcupy.plan import make_plan
 from dashcupy.problem import Problem
 
 LIBRARIES = sorted(nvrtc.find_libraries(), key=lambda library: library.version)
-# (head_dim, dtype, aligned, debug)
-FULL_TILES, NARROW = (128, "bfloat16", True, False), (64, "float16", True, False)
-PADDED, SMALLEST = (72, "float16", False, False), (8, "bfloat16", True, False)
-DEBUG = (64, "bfloat16", True, True)
-# The forward of Hopper has tiles and code paths of its own for these; those beyond 128 alone.
-WIDE = [(head_dim, dtype, True, False) for head_dim in (192, 256)
-        for dtype in ("bfloat16", "float16")]
-HOPPER = [(96, "bfloat16", True, False), (128, "float16", True, False),
-          (64, "bfloat16", True, False), *WIDE]
-# The backward of Hopper serves 128 alone.
-HOPPER_128 = (128, "float16", False, True)
-CASES = [
-    *(("newest", capability, variant)
-      for capability in ((8, 0), (8, 6), (9, 0), (10, 0), (12, 0))
-      for variant in (FULL_TILES, NARROW, PADDED)),
-    ("newest", (8, 9), FULL_TILES), ("newest", (9, 0), SMALLEST), ("newest", (9, 0), DEBUG),
-    *(("newest", (9, 0), variant) for variant in WIDE),
-    *((which, (9, 0), HOPPER_128) for which in ("oldest", "newest")),
-    *(("oldest", capability, variant)
-      for capability in ((8, 0), (9, 0), (12, 0)) for variant in (FULL_TILES, PADDED)),
+TARGETS = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+PADS = (32, 64, 96, 128)
+# (head_dim, dtype, mask, schedule, aligned, debug): on every target each padded head_dim, dtype,
+# mask and schedule, and the largest tiles with most of them.
+COVERING = [
+    (128, "bfloat16", "full", "ascending", True, False),
+    (128, "float16", "causal", "descending", True, False),
+    (128, "bfloat16", "causal", "symmetric_shift", True, False),
+    (96, "float16", "full", "shift", True, False),
+    (64, "bfloat16", "causal", "shortest_first", True, False),
+    (8, "bfloat16", "full", "ascending", True, False),
+    (72, "float16", "causal", "descending", False, False),
 ]
-# A few registers that are kept on the stack outside the loops cost nothing to speak of; an array
-# that is indexed at run time, or a tile that does not fit, takes hundreds of bytes.
-MAX_STACK_BYTES = 64
+# Further ones, on the target whose kernels are measured.
+ON_9_0 = [(64, "bfloat16", "full", "ascending", True, True),
+          (128, "bfloat16", "full", "shift", True, False),
+          (128, "bfloat16", "causal", "shortest_first", True, False)]
+# The Hopper backward in every form; a word in its log is C75xx: products no longer overlap. Some
+# builds keep 8 bytes of its planner on the stack, once a work.
+BACKWARDS = [(128, dtype, mask, schedule, True, False) for dtype, mask, schedule in
+             itertools.product(("float16", "bfloat16"), ("full", "causal"), schedules.names())
+             if schedules.supports(schedule, mask)]
+BACKWARDS += [(128, dtype, mask, "auto", aligned, True) for dtype, mask, aligned in
+              itertools.product(("float16", "bfloat16"), ("full", "causal"), (True, False))]
+# The Hopper forward has tiles of its own for each of these head_dims, and code of its own for each
+# dtype and mask.
+FORWARDS = [(head_dim, dtype, mask, "auto", True, False) for head_dim, dtype, mask in
+            itertools.product((64, 96, 128, 192, 256), ("float16", "bfloat16"), ("full", "causal"))]
+PRODUCT = [(*case, True, False) for case in itertools.product(
+    PADS, ("float16", "bfloat16"), ("full", "causal"), schedules.names())
+    if schedules.supports(case[3], case[2])]
+# A register or two kept on the stack outside the loops costs nothing to speak of; an array that is
+# indexed at run time, or a tile that does not fit, takes hundreds of bytes.
+MAX_STACK_BYTES = 8
+# Where a build of the covering set does not keep to that: the largest today, to see it grow.
+MAX_STACK_BYTES_ON = {(8, 0): 24, (10, 0): 16}
+MAX_STACK_BYTES_OF_THE_PRODUCT = 32
 
 pytestmark = pytest.mark.skipif(not LIBRARIES, reason="no NVRTC: pip install 'dashcupy[test]'")
 
 
-def _kernels(capability, variant):
-    """(kernel, defines) that the forward and the backward of both masks launch."""
-    head_dim, dtype, aligned, debug = variant
-    # Schedules differ in their header alone: all of them in one place is enough.
-    all_schedules = capability == (9, 0) and variant is FULL_TILES
-    for mask in ("full", "causal"):
+def _kernels(capability, cases):
+    """Every (kernel, defines) that the forwards and the backwards of these cases launch, once."""
+    found = {}
+    for head_dim, dtype, mask, schedule, aligned, debug in cases:
         problem = Problem(1, 1000, 1000, 2, 1, head_dim, dtype, mask, 1.0)
-        names = [name for name in schedules.names() if schedules.supports(name, mask)]
         plans = [make_plan(problem, "forward", capability, "auto", aligned, debug)]
         if head_dim <= max_head_dim("backward", capability):
-            plans += [make_plan(problem, "backward", capability, name, aligned, debug)
-                      for name in (names if all_schedules else ("auto",))]
+            plans.append(make_plan(problem, "backward", capability, schedule, aligned, debug))
         for plan in plans:
-            yield from ((kernel.kernel, kernel.defines) for kernel in plan.kernels)
+            found |= {(kernel.kernel, kernel.defines): None for kernel in plan.kernels}
+    return list(found)
 
 
-def _names(capability, variant):
-    """The kernels that these plans have by design."""
-    head_dim, _, aligned, _ = variant
-    hopper = capability == (9, 0)
-    backward = {"bwd_preprocess", "bwd_sm80"} if head_dim <= 128 else set()
-    if hopper and head_dim == 128:
-        backward = {"bwd_preprocess", "bwd_sm90", "bwd_postprocess"}
-    copies = {"copy_rows"} if hopper and not aligned else set()
-    return {"fwd_sm90" if hopper else "fwd_sm80"} | backward | copies
+def _faults(capability, library, kernels, max_stack_bytes):
+    """Log and stack of every kernel that has a word in its log or too much on its stack."""
+    arch = nvrtc.choose_arch(capability, library)
+
+    def compiled(item):
+        kernel, defines = item
+        built = nvrtc.compile_cubin(source.expand(kernel, dict(defines)), arch, library=library)
+        return cubin.resources(built.cubin)[kernel].stack_bytes, built.log, item
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        built = list(pool.map(compiled, kernels))
+    faults = [found for found in built if found[0] > max_stack_bytes or found[1]]
+    return sorted(faults, key=lambda found: -found[0])  # the worst comes first
 
 
 def _id(value):
-    return "-".join(map(str, value)) if isinstance(value, tuple) else value
+    return ".".join(map(str, value)) if isinstance(value, tuple) else None
 
 
-@pytest.mark.parametrize("which, capability, variant", CASES, ids=_id)
-def test_kernels_compile_and_do_not_spill(which, capability, variant):
-    library = LIBRARIES[-1 if which == "newest" else 0]
-    arch = nvrtc.choose_arch(capability, library)
-
-    def stack_bytes(item) -> int:
-        kernel, defines = item
-        text = source.expand(kernel, dict(defines))
-        compiled = nvrtc.compile_cubin(text, arch, library=library)
-        return cubin.resources(compiled.cubin)[kernel].stack_bytes
-
-    kernels = list(dict.fromkeys(_kernels(capability, variant)))
-    assert {kernel for kernel, _ in kernels} == _names(capability, variant)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        stacks = list(pool.map(stack_bytes, kernels))
-    assert all(stack <= MAX_STACK_BYTES for stack in stacks), [
-        (stack, *item) for stack, item in zip(stacks, kernels) if stack > MAX_STACK_BYTES]
+VERSIONS = pytest.mark.parametrize("which", [0, -1], ids=["oldest", "newest"])
+ALL_TARGETS = pytest.mark.parametrize("capability", TARGETS, ids=_id)
 
 
-@pytest.mark.parametrize("library", LIBRARIES, ids=str)
-def test_the_hopper_forward_keeps_its_products_apart(library):
-    """ptxas says C75xx where products no longer overlap, and a byte of stack is a role's registers
-    that do not suffice: the tensor cores idle, and no result is wrong.
+@VERSIONS
+@ALL_TARGETS
+def test_kernels_compile_without_a_word_and_do_not_spill(capability, which):
+    cases = COVERING + (ON_9_0 if capability == (9, 0) else [])
+    most = MAX_STACK_BYTES_ON.get(capability, MAX_STACK_BYTES)
+    faults = _faults(capability, LIBRARIES[which], _kernels(capability, cases), most)
+    assert not faults, "\n".join(map(str, faults))
+
+
+@VERSIONS
+def test_the_hopper_forward_keeps_its_products_apart(which):
+    """C75xx in the log: products no longer overlap. A byte of stack: the registers of a role do not
+    suffice. Either way the tensor cores idle, and no result is wrong.
     """
-    forwards = {item for variant in (FULL_TILES, NARROW, PADDED, SMALLEST, DEBUG, *HOPPER)
-                for item in _kernels((9, 0), variant) if item[0] == "fwd_sm90"}
-    assert len(forwards) > 20
-
-    def build(item):
-        kernel, defines = item
-        compiled = nvrtc.compile_cubin(source.expand(kernel, dict(defines)), "sm_90a",
-                                       library=library)
-        return compiled.log, cubin.resources(compiled.cubin)[kernel].stack_bytes
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        faults = [(log, stack, item) for item, (log, stack) in zip(forwards, pool.map(
-            build, forwards)) if "C75" in log or stack]
-    assert not faults, faults
+    cases = FORWARDS + [(64, "bfloat16", "causal", "auto", True, True)]
+    kernels = [item for item in _kernels((9, 0), cases) if item[0] == "fwd_sm90"]
+    assert len(kernels) == len(cases)
+    faults = _faults((9, 0), LIBRARIES[which], kernels, 0)
+    assert not faults, "\n".join(map(str, faults))
 
 
-@pytest.mark.parametrize("library", LIBRARIES, ids=str)
-def test_the_hopper_backward_keeps_its_products_apart(library):
-    """As above; but some builds keep 8 bytes of the planner on the stack, once a work."""
-    backwards = list(dict.fromkeys(
-        item for variant in (FULL_TILES, (128, "float16", True, False), HOPPER_128)
-        for item in _kernels((9, 0), variant) if item[0] == "bwd_sm90"))
-    assert len(backwards) == 8 + 2 + 2
+@VERSIONS
+def test_the_hopper_backward_keeps_its_products_apart(which):
+    """As above, with what stands at BACKWARDS."""
+    kernels = [item for item in _kernels((9, 0), BACKWARDS) if item[0] == "bwd_sm90"]
+    assert len(kernels) == len(BACKWARDS) == 2 * 8 + 8
+    faults = _faults((9, 0), LIBRARIES[which], kernels, MAX_STACK_BYTES)
+    assert not faults, "\n".join(map(str, faults))
 
-    def build(item):
-        kernel, defines = item
-        compiled = nvrtc.compile_cubin(source.expand(kernel, dict(defines)), "sm_90a",
-                                       library=library)
-        return compiled.log, cubin.resources(compiled.cubin)[kernel].stack_bytes
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        faults = [(log, stack, item) for item, (log, stack) in zip(backwards, pool.map(
-            build, backwards)) if "C75" in log or stack > 8]
-    assert not faults, faults
+@pytest.mark.slow
+@VERSIONS
+@ALL_TARGETS
+def test_no_combination_spills(capability, which):
+    faults = _faults(capability, LIBRARIES[which], _kernels(capability, PRODUCT),
+                     MAX_STACK_BYTES_OF_THE_PRODUCT)
+    assert not faults, "\n".join(map(str, faults))
+
+
+@VERSIONS
+def test_warnings_of_the_assembler_reach_the_log(which):
+    """Else an empty log would prove nothing."""
+    text = ('extern "C" __global__ void __launch_bounds__(1024, 8) k(float* x) '
+            '{ x[threadIdx.x] = 1; }\n')
+    assert "ptxas warning" in nvrtc.compile_cubin(text, "sm_80", library=LIBRARIES[which]).log
+
+
+def test_the_covering_set_covers():
+    """A value that no case names would be compiled by nothing but the slow test."""
+    assert {32 * -(-case[0] // 32) for case in COVERING} == set(PADS)
+    for i in (1, 2, 3):
+        assert {case[i] for case in COVERING} == {case[i] for case in PRODUCT}
 
 
 def test_every_kernel_in_the_folder_is_launched_by_some_plan():
     """A kernel that no plan names would be compiled and tested by nothing."""
-    launched = {kernel for _, capability, variant in CASES
-                for kernel, _ in _kernels(capability, variant)}
+    launched = {kernel for capability in TARGETS for kernel, _ in _kernels(capability, COVERING)}
     assert set(source.kernel_names()) == launched
