@@ -4,8 +4,8 @@
 #include "tile/turnstile.cuh"
 
 // Writer `slot` takes every second step, the one whose dq_part lies in that slot. Its turn comes
-// while the part is still computed, mostly; then it adds, waits until the sum is complete, hands the
-// slot back, and ends the turn. The two writers do not wait for each other.
+// while the part is still computed, mostly; then it adds, waits until the sum is complete, hands
+// the slot back, and ends the turn. The two writers do not wait for each other.
 //
 // Nothing hangs. A part is added once it is computed and its turn has come, whatever the other
 // writer does; a step may be computed when the part of two steps before has been added. That is the

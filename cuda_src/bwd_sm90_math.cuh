@@ -14,8 +14,8 @@
 //   dk += dS q
 //   dq_part(t - 1) -> dq[t - 1]
 //
-// Registers of 240: dk 64 + dv 64, S 32 + dP 32 (dP's become dq), packed P and dS 32, k of the first
-// K_REGISTER_STEPS k steps 12 (every product of S that reads k from registers leaves 8 KB of shared
+// Registers of 240: dk 64 + dv 64, S 32 + dP 32 (dP's become dq), packed P and dS 32, k of the
+// first K_REGISTER_STEPS k steps 12 (every product of S that reads k from registers leaves 8 KB of shared
 // memory bandwidth to others; with 4 k steps ptxas serialises), constant columns 8.
 #pragma once
 #include "bwd_sm90_layout.cuh"
@@ -44,7 +44,7 @@ DC_FN u64 row_values_descriptor(u32 smem) {
   return r;
 }
 
-// No use of x may move above this point: x is the result of products that have just been waited for.
+// No use of x may move above this point: x is the result of products just waited for.
 template <int N>
 DC_FN void keep_below(float (&x)[N]) {
 #pragma unroll
@@ -81,8 +81,8 @@ struct KvTile {
   u32 lse_ones[2];              // A operand that brings in lse, and hides keys that do not exist
 };
 
-// A zero that the compiler takes for a variable: a constant it would write anew before each product,
-// in the middle of a group.
+// A zero that the compiler takes for a variable: a constant it would write anew before each
+// product, in the middle of a group.
 DC_FN u32 opaque_zero() {
   u32 zero = 0;
   asm volatile("" : "+r"(zero));
@@ -106,7 +106,8 @@ DC_FN void start_dq(float (&dq)[32], const SharedStorage& smem, const Consumer& 
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < KV_TILE / 16; ++k) {
-    const u64 a = descriptor(ds + mn_major_step(k)), b = descriptor(me.k_columns + mn_major_step(k));
+    const u64 a = descriptor(ds + mn_major_step(k));
+    const u64 b = descriptor(me.k_columns + mn_major_step(k));
     if (k == 0)
       wgmma_ss_first<MN_MAJOR, MN_MAJOR>(dq, a, b);
     else

@@ -16,8 +16,8 @@ DC_FN void red_release_add(u32* p, u32 v) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-// What this thread read and wrote in global memory so far comes before the bulk copies that it starts
-// after this (sm_90). PTX ISA: membar/fence, fence.proxy.async.
+// What this thread read and wrote in global memory so far comes before the bulk copies that it
+// starts after this (sm_90). PTX ISA: membar/fence, fence.proxy.async.
 DC_FN void fence_async_gmem() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // 16 bytes through L2 only: the line is shared with other SMs and read once here.
@@ -47,7 +47,8 @@ DC_FN void st_shared_v4(u32 smem, const u32 (&v)[4]) {
 }
 
 DC_FN void st_shared_v4(u32 smem, float x, float y, float z, float w) {
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "f"(x), "f"(y), "f"(z), "f"(w)
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "f"(x), "f"(y), "f"(z),
+               "f"(w)
                : "memory");
 }
 

@@ -5,8 +5,8 @@
 constexpr int WARPGROUP_SIZE = 128;
 
 // A value that is the same for the whole warp, made known as such: what follows from it stays in
-// uniform registers, and branches on it need no reconvergence. Only votes and reductions of the warp
-// tell the compiler so, and only if every exit of the loops around is known to be uniform.
+// uniform registers, and branches on it need no reconvergence. Only votes and reductions of the
+// warp tell the compiler so, and only if every exit of the loops around is known to be uniform.
 DC_FN bool warp_uniform(bool x) { return __any_sync(0xffffffffu, x); }
 DC_FN int warp_uniform(int x) { return int(__reduce_or_sync(0xffffffffu, u32(x))); }
 
