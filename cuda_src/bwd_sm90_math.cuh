@@ -15,8 +15,8 @@
 //   dq_part(t - 1) -> dq[t - 1]
 //
 // Registers of 240: dk 64 + dv 64, S 32 + dP 32 (dP's become dq), packed P and dS 32, k of the
-// first K_REGISTER_STEPS k steps 12 (every product of S that reads k from registers leaves 8 KB of shared
-// memory bandwidth to others; with 4 k steps ptxas serialises), constant columns 8.
+// first K_REGISTER_STEPS k steps 12 (every product of S that reads k from registers leaves 8 KB of
+// shared memory bandwidth to others; with 4 k steps ptxas serialises), constant columns 8.
 #pragma once
 #include "bwd_sm90_layout.cuh"
 #include "ptx/math.cuh"
