@@ -17,7 +17,6 @@ from .plan import Plan
 from .plan_backward import REPORT_WORDS
 from .plan_parts import KernelPlan
 
-_ERROR_INVALID_CONTEXT = 201
 # Bytes that the kernels read at a time from arrays that are aligned.
 _VECTOR_BYTES = 16
 _VECTOR_ELEMENTS = 8
@@ -163,11 +162,8 @@ class _LoadedKernel:
             *map(ctypes.c_uint, (self._grid, 1, 1, kernel.threads, 1, 1, kernel.smem_bytes)))
 
     def launch(self, stream: int, arguments: ctypes.Array) -> None:
-        code = self._call(stream, arguments, *self._last)
-        if code == _ERROR_INVALID_CONTEXT:
-            # A thread that has not yet used the GPU: setDevice gives it the GPU's context.
-            driver.require_cupy().cuda.runtime.setDevice(self._device)
-            code = self._call(stream, arguments, *self._last)
+        code = driver.with_context(lambda: self._call(stream, arguments, *self._last),
+                                   self._device)
         if code:
             kernel = self._kernel
             raise DeviceError(

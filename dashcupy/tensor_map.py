@@ -59,13 +59,13 @@ def encode_rows(pointer: int, layout: Layout, box_rows: int) -> bytes:
         for axis in (1, 2, 0))
     raw = np.zeros(N_BYTES + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
-    code = driver.library().cuTensorMapEncodeTiled(
+    code = driver.with_context(lambda: driver.library().cuTensorMapEncodeTiled(
         ctypes.c_void_p(raw.ctypes.data + start), _DATA_TYPES[layout.dtype], 4,
         ctypes.c_void_p(pointer),
         (ctypes.c_uint64 * 4)(head_dim, length, n_head, batch),
         (ctypes.c_uint64 * 3)(row, head, outer),
         (ctypes.c_uint32 * 4)(PANEL_COLUMNS, box_rows, 1, 1), (ctypes.c_uint32 * 4)(1, 1, 1, 1),
-        0, _SWIZZLE_128_BYTES, _PROMOTE_128_BYTES, 0)
+        0, _SWIZZLE_128_BYTES, _PROMOTE_128_BYTES, 0))
     if code:
         raise DeviceError(
             f"cuTensorMapEncodeTiled failed with error {code} for an array of shape "

@@ -52,6 +52,14 @@ def test_struct_and_maps(gpu):
         "mask_offset": 200, "scale_log2": np.float32(0.5 * np.log2(np.e)), "head_group": 16}
 
 
+def test_a_thread_without_a_context_makes_maps(gpu):
+    """Also in a call of a kind seen before: new arrays, new maps, and the driver wants a context."""
+    dashcupy.attention(*arrays_of())
+    gpu.has_context = False
+    dashcupy.attention(*arrays_of())
+    assert len(gpu.launches) == 2 and gpu.has_context
+
+
 @pytest.mark.parametrize("head_dim, dtype, box, data_type", [
     (8, "bfloat16", 128, 9), (128, "float16", 128, 6), (192, "bfloat16", 96, 9),
     (256, "bfloat16", 80, 9)])
