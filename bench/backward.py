@@ -22,6 +22,7 @@ def variants(cell: cells.Cell, options: argparse.Namespace) -> list[harness.Vari
         plan = dashcupy.attention_plan(q, k, v, causal=cell.causal, schedule=name)
         call = functools.partial(dashcupy.attention_backward, dout, q, k, v, out, lse,
                                  causal=cell.causal, schedule=name)
+        timing.log(f"{cell.name}: ours[{name}] runs {plan.config.kernel}")
         found.append(harness.Variant("dashcupy", "deterministic", call, name, plan.schedule))
     for peer in options.peers:
         try:

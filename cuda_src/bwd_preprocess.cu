@@ -4,6 +4,9 @@
 //   rows that exist and see a key:   lse_log2 = lse * log2(e), delta = sum of out * dout
 //   all other rows of the tile:      lse_log2 = +inf (P = exp2(s - inf) is exactly 0), delta = 0
 //
+// With DC_ROW_VALUES (bwd_sm90) both go to params.lse_log2 instead, in the form of
+// tile/row_values.cuh.
+//
 // A q tile that no kv tile contributes to has nobody to write its dq: zeros are written here.
 //
 // Threads: 256, LANES lanes a row; the sum of a row is a fixed tree over 8 elements a lane and then
@@ -12,6 +15,7 @@
 #include "ptx/math.cuh"
 #include "schedules/shape.cuh"
 #include "tile/mask.cuh"
+#include "tile/row_values.cuh"
 #include "tile/smem_tile.cuh"
 
 constexpr int N_THREAD = 256;
@@ -62,8 +66,14 @@ extern "C" __global__ void __launch_bounds__(N_THREAD)
     if (lane == 0) {
       const float row_lse = sees_a_key ? lse[row] : -infinity();
       const i64 at = tile_index * DC_Q_TILE + tile_row;
+#if DC_ROW_VALUES
+      reinterpret_cast<uint4*>(params.lse_log2)[at] =
+          row_lse == -infinity() ? hidden_row_values()
+                                 : pack_row_values(-(row_lse / params.scale), -sum);
+#else
       params.lse_log2[at] = row_lse == -infinity() ? infinity() : row_lse * LOG2_E;
       params.delta[at] = sum;
+#endif
     }
   }
 

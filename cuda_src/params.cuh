@@ -49,5 +49,15 @@ struct BackwardParams {
   int reserved;
 };
 
-static_assert(DC_PARAMS_BYTES == sizeof(ForwardParams) || DC_PARAMS_BYTES == sizeof(BackwardParams),
+struct CopyParams {
+  const Element* from;  // [batch, len, n_head, DC_HEAD_DIM]
+  Element* to;          // as from
+  Strides from_strides, to_strides;
+  int batch, len, n_head;
+  int reserved;
+};
+
+static_assert(DC_PARAMS_BYTES == sizeof(ForwardParams) ||
+                  DC_PARAMS_BYTES == sizeof(BackwardParams) ||
+                  DC_PARAMS_BYTES == sizeof(CopyParams),
               "params.py packs another struct");

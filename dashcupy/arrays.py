@@ -97,8 +97,7 @@ class Framework:
 
     def is_capturing(self, stream: int) -> bool:
         """Whether the work is being recorded into a CUDA graph."""
-        # The legacy default stream (0 or 1) cannot be captured, and asking may be an error.
-        return stream not in (0, 1) and require_cupy().cuda.runtime.streamIsCapturing(stream)
+        return driver.is_capturing(stream)
 
     def deliver(self, result: Any) -> Any:
         """What `maker` made, as the caller gets it; asked only where ``holds``."""

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 
 from . import arrays, cpu, driver, env, ready, schedules
+from .arguments import contiguous_strides
 from .arrays import CPU, Borrowed, Framework
+from .config import uses_tensor_maps
 from .errors import InvalidInputError
-from .launch import Launcher, contiguous_strides, is_aligned, require_contiguous_rows
+from .launch import Launcher, is_aligned, require_contiguous_rows
 from .layout import Layout
 from .outputs import check_outputs
 from .plan import Plan, make_plan
@@ -42,13 +44,12 @@ def run(direction: str, inputs: tuple[Any, ...], given: tuple[Any, ...], *,
     n_wanted
         How many of the results the caller gets; by default all.
     max_ctas
-        Upper limit on the CTAs of the backward; bits do not depend on it.
+        Upper limit on the CTAs of a persistent kernel; bits do not depend on it.
     """
     mask, scale = mask_from_causal(causal), number_from_scale(scale)
     _require_name(schedule)
     n_wanted = n_wanted or len(given)
-    # Only the backward has a debug build; reading the environment takes a microsecond.
-    options = (direction, mask, scale, schedule, direction == "backward" and env.debug(), max_ctas)
+    options = (direction, mask, scale, schedule, env.debug(), max_ctas)
     framework = arrays.framework_of(inputs[0], INPUTS[direction][0])
     seen = framework.look((*inputs, *given, workspace))
     if seen is not None:
@@ -90,9 +91,10 @@ def plan(direction: str, inputs: tuple[Any, ...], *, causal: bool | str = False,
         return make_plan(problem, direction, CPU, schedule)
     for name, layout in layouts.items():
         require_contiguous_rows(name, layout)
-    aligned = is_aligned([b.pointer for b in borrowed], layouts)
-    return make_plan(problem, direction, driver.device(device).compute_capability, schedule,
-                     aligned, env.debug())
+    target = driver.device(device).compute_capability
+    aligned = is_aligned([b.pointer for b in borrowed], layouts,
+                         uses_tensor_maps(problem, direction, target))
+    return make_plan(problem, direction, target, schedule, aligned, env.debug())
 
 
 def _require_name(schedule: Any) -> None:
@@ -173,8 +175,10 @@ def _launcher(device: int, may_be_aligned: bool, direction: str, mask: str, scal
     wanted = tuple(_result(name, problem) for name in RESULTS[direction])
     for name, (shape, dtype) in zip(RESULTS[direction], wanted):
         known.setdefault(name, Layout(shape, contiguous_strides(shape), dtype))
-    plan = make_plan(problem, direction, driver.device(device).compute_capability, schedule,
-                     may_be_aligned and is_aligned((), known), debug)
+    target = driver.device(device).compute_capability
+    aligned = may_be_aligned and is_aligned((), known,
+                                            uses_tensor_maps(problem, direction, target))
+    plan = make_plan(problem, direction, target, schedule, aligned, debug)
     return Launcher(plan, known, device, max_ctas), wanted
 
 

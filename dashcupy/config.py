@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from . import cpu
+from . import config_sm90, cpu
+from .config_sm90 import ForwardSm90Config
 from .errors import UnsupportedError
 from .problem import Problem
 
@@ -94,6 +95,8 @@ class BackwardConfig:
 
     Parameters
     ----------
+    kernel
+        ``"bwd_sm80"``, ``"bwd_sm90"``, or ``"cpu"`` for the NumPy backend.
     q_stages, do_stages
         Tiles of q, and of dout, in flight; 0 on the CPU.
     """
@@ -109,14 +112,14 @@ class BackwardConfig:
     reason: str
 
 
-Config = ForwardConfig | BackwardConfig
+Config = ForwardConfig | ForwardSm90Config | BackwardConfig
 
 
 def choose_config(problem: Problem, direction: str, target: Target) -> Config:
     """Tiles and stages for a problem.
 
-    Bits depend on the tiles, so this looks at dtype, head_dim and compute capability only: never
-    at batch, heads, SM count or GPU model.
+    Bits depend on the tiles, so this looks at dtype, head_dim, scale and compute capability only:
+    never at batch, heads, strides, SM count or GPU model.
 
     Parameters
     ----------
@@ -133,14 +136,31 @@ def choose_config(problem: Problem, direction: str, target: Target) -> Config:
     """
     if target == "cpu":
         return _cpu_config(problem, direction)
-    require_gpu_problem(problem, target)
+    require_gpu_problem(problem, direction, target)
     limit = SMEM_BYTES.get(target, _LEAST_SMEM_BYTES)
+    text = _smem_text(target, limit)
+    if uses_tensor_maps(problem, direction, target):
+        return (config_sm90.forward_config(problem.head_dim, problem.dtype, text)
+                if direction == "forward" else _backward_sm90_config(text))
     pad = head_dim_pad(problem.head_dim)
     choose = {"forward": _forward_config, "backward": _backward_config}[direction]
-    return choose(pad, limit, _smem_text(target, limit))
+    return choose(pad, limit, text)
 
 
-def require_gpu_problem(problem: Problem, target: tuple[int, int]) -> None:
+def uses_tensor_maps(problem: Problem, direction: str, target: Target) -> bool:
+    """Whether the kernel reads by the copy engine, which takes no strides of 0 or less."""
+    return target == config_sm90.TARGET and (
+        direction == "forward" or config_sm90.serves_backward(problem))
+
+
+def max_head_dim(direction: str, target: tuple[int, int]) -> int:
+    """Largest head_dim that a kernel serves."""
+    if direction == "forward" and target == config_sm90.TARGET:
+        return config_sm90.MAX_HEAD_DIM
+    return MAX_HEAD_DIM
+
+
+def require_gpu_problem(problem: Problem, direction: str, target: tuple[int, int]) -> None:
     """Refuse what the GPU kernels cannot do.
 
     Raises
@@ -149,6 +169,7 @@ def require_gpu_problem(problem: Problem, target: tuple[int, int]) -> None:
         With what to do instead.
     """
     pad_to = -(-problem.head_dim // 8) * 8
+    most = max_head_dim(direction, target)
     checks = (
         (target >= (8, 0),
          "this GPU has compute capability {}.{}; the kernels need 8.0 (Ampere) or newer: give "
@@ -156,12 +177,12 @@ def require_gpu_problem(problem: Problem, target: tuple[int, int]) -> None:
         (problem.dtype in GPU_DTYPES,
          f"dtype {problem.dtype} is not supported on a GPU (allowed: {', '.join(GPU_DTYPES)}); "
          f"cast q, k and v, or give NumPy arrays to compute on the CPU"),
-        (problem.head_dim <= MAX_HEAD_DIM,
-         f"head_dim={problem.head_dim} is not supported on a GPU (allowed: multiples of 8 up to "
-         f"{MAX_HEAD_DIM}); give NumPy arrays to compute on the CPU"),
+        (problem.head_dim <= most,
+         f"head_dim={problem.head_dim} is not supported by the {direction} on this GPU (allowed: "
+         f"multiples of 8 up to {most}); give NumPy arrays to compute on the CPU"),
         (problem.head_dim % 8 == 0,
          f"head_dim={problem.head_dim} is not supported on a GPU (allowed: multiples of 8 up to "
-         f"{MAX_HEAD_DIM}); pad q, k and v with zeros to {pad_to}, give the scale that belongs to "
+         f"{most}); pad q, k and v with zeros to {pad_to}, give the scale that belongs to "
          f"{problem.head_dim}, and cut the results"),
     )
     for good, message in checks:
@@ -227,3 +248,12 @@ def _backward_config(pad: int, limit: int, smem_text: str) -> BackwardConfig:
             return BackwardConfig("bwd_sm80", q_tile, kv_tile, 8, pad, q_stages, do_stages,
                                   smem_bytes, _reason(smem_text, group))
     raise AssertionError("the last entry of every list fits the smallest GPU")
+
+
+def _backward_sm90_config(smem_text: str) -> BackwardConfig:
+    stages = config_sm90.BACKWARD_STAGES
+    return BackwardConfig(
+        "bwd_sm90", config_sm90.BACKWARD_Q_TILE, config_sm90.BACKWARD_KV_TILE,
+        4 * (1 + config_sm90.BACKWARD_CONSUMERS), config_sm90.BACKWARD_HEAD_DIM, stages, stages,
+        config_sm90.backward_smem_bytes(),
+        f"{smem_text}; two warpgroups hold dk and dv of 64 keys each in registers")

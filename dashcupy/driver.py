@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
 from .errors import DeviceError
 
+_ERROR_INVALID_CONTEXT = 201
 _LIBRARY_NAME = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 # CUdevice_attribute
 _SM_COUNT, _MAJOR, _MINOR, _SMEM_OPTIN_BYTES = 16, 75, 76, 97
@@ -123,6 +125,26 @@ def _call(name: str, *arguments) -> None:
         raise DeviceError(f"{name} failed with error {code} "
                           f"({text.value.decode() if text.value else 'unknown'}); "
                           f"`python -m dashcupy info` shows what the driver sees")
+
+
+def with_context(call: Callable[[], int], device: int | None = None) -> int:
+    """Code of a driver call, made again where the thread has not yet used the GPU.
+
+    Such a thread has no context, without which the driver refuses most calls; setDevice gives it
+    the one of ``device`` (by default CuPy's current device).
+    """
+    code = call()
+    if code == _ERROR_INVALID_CONTEXT:
+        runtime = require_cupy().cuda.runtime
+        runtime.setDevice(runtime.getDevice() if device is None else device)
+        code = call()
+    return code
+
+
+def is_capturing(stream: int) -> bool:
+    """Whether what is enqueued on a stream is recorded into a CUDA graph instead of run."""
+    # The legacy default stream (0 or 1) cannot be captured, and asking may be an error.
+    return stream not in (0, 1) and bool(require_cupy().cuda.runtime.streamIsCapturing(stream))
 
 
 def require_cupy() -> ModuleType:

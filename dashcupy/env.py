@@ -9,7 +9,7 @@ from pathlib import Path
 # name -> (default, effect): the one table that `python -m dashcupy info` prints.
 VARIABLES = {
     "DASHCUPY_CACHE_DIR": ("the user cache folder", "where compiled kernels are kept"),
-    "DASHCUPY_DEBUG": ("0", "1: bound every wait in the backward and report who was stuck"),
+    "DASHCUPY_DEBUG": ("0", "1: bound every wait; the backward also reports who was stuck"),
     "DASHCUPY_LINEINFO": ("0", "1: compile with line information for profilers"),
     "DASHCUPY_KEEP_SOURCE": ("0", "1: keep the expanded source beside each cubin"),
 }

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from . import driver, modules, params, schedules
+from . import counters, driver, modules, schedules, tensor_map
+from .arguments import make_arguments, used_strides
 from .errors import DeviceError, HangError, InvalidInputError
 from .layout import Layout
-from .plan import REPORT_WORDS, KernelPlan, Plan, head_group, scale_log2
+from .plan import Plan
+from .plan_backward import REPORT_WORDS
+from .plan_parts import KernelPlan
 
-_ERROR_INVALID_CONTEXT = 201
 # Bytes that the kernels read at a time from arrays that are aligned.
 _VECTOR_BYTES = 16
 _VECTOR_ELEMENTS = 8
 
 
-def is_aligned(pointers: Sequence[int], layouts: Mapping[str, Layout]) -> bool:
-    """Whether all 16-bit arrays may be read 16 bytes at a time.
+def is_aligned(pointers: Sequence[int], layouts: Mapping[str, Layout],
+               by_tensor_map: bool = False) -> bool:
+    """Whether all 16-bit arrays may be read 16 bytes at a time, or by the copy engine.
 
     Parameters
     ----------
@@ -28,16 +32,16 @@ def is_aligned(pointers: Sequence[int], layouts: Mapping[str, Layout]) -> bool:
         Addresses of their first elements.
     layouts
         By name; lse is left out, as it is read one element at a time.
+    by_tensor_map
+        Whether the kernels read by the copy engine, which also refuses strides of 0 and less.
     """
     if functools.reduce(lambda a, b: a | b, pointers, 0) % _VECTOR_BYTES:
         return False
+    if by_tensor_map and not all(tensor_map.can_describe(layout)
+                                 for name, layout in layouts.items() if name != "lse"):
+        return False
     return all(stride % _VECTOR_ELEMENTS == 0 for name, layout in layouts.items() if name != "lse"
                for stride in used_strides(layout)[:-1])
-
-
-def used_strides(layout: Layout) -> tuple[int, ...]:
-    """Strides in elements; 0 for an axis of size 0 or 1, whose stride says nothing."""
-    return tuple(stride if size > 1 else 0 for size, stride in zip(layout.shape, layout.strides))
 
 
 def require_contiguous_rows(name: str, layout: Layout) -> None:
@@ -52,34 +56,6 @@ def require_contiguous_rows(name: str, layout: Layout) -> None:
         raise InvalidInputError(
             f"{name} has strides {tuple(layout.strides)} (in elements): on a GPU the last axis "
             f"must be contiguous (stride 1), the others are free; copy {name} to C order")
-
-
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides in elements of a new array."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
-def struct_values(plan: Plan, layouts: Mapping[str, Layout]) -> dict[str, int | float]:
-    """Every field of the parameter struct but the pointers."""
-    problem = plan.problem
-    values: dict[str, int | float] = {
-        "batch": problem.batch, "n_q_head": problem.n_q_head, "n_kv_head": problem.n_kv_head,
-        "q_len": problem.q_len, "kv_len": problem.kv_len, "mask_offset": problem.mask_offset,
-        "scale": problem.scale, "scale_log2": scale_log2(problem), "reserved": 0,
-        "head_group": head_group(problem),
-    }
-    for name, layout in layouts.items():
-        strides = used_strides(layout)
-        if name == "lse":
-            values["lse_batch"], values["lse_head"] = strides[:2]
-        else:
-            for axis, stride in zip(("batch", "row", "head"), strides):
-                values[f"{name}_strides.{axis}"] = stride
-    return values
 
 
 class Launcher:
@@ -109,13 +85,7 @@ class Launcher:
                  max_ctas: int | None = None):
         self.plan = plan
         self.device = device
-        self._pack_pointers = params.pointer_packer(plan.direction).pack
-        values = params.pack(plan.direction, struct_values(plan, layouts))
-        self._after_pointers = values[params.pointer_packer(plan.direction).size:]
-        offsets = {region.name: region.offset for region in plan.workspace}
-        names = params.WORKSPACE[plan.direction]
-        self._offsets = tuple(offsets[name] for name in names[:len(offsets)])
-        self._absent = (0,) * (len(names) - len(offsets))  # the last ones; their pointers are null
+        self._offsets = tuple(region.offset for region in plan.workspace)
         self._cleared = tuple((plan.region(name).offset, plan.region(name).n_bytes)
                               for name in plan.cleared)
         # In a thread that has not yet used the GPU this gives it the GPU's context, without which
@@ -123,6 +93,16 @@ class Launcher:
         driver.require_cupy().cuda.runtime.setDevice(device)
         self._kernels = tuple(_LoadedKernel(kernel, plan, device, max_ctas)
                               for kernel in plan.kernels)
+        # Kernels that take the same struct share it.
+        keys = [tuple((kind, kernel.copies) for kind in (kernel.params, kernel.maps) if kind)
+                for kernel in plan.kernels]
+        used, groups = list(dict.fromkeys(itertools.chain(*keys))), list(dict.fromkeys(keys))
+        self._makers = tuple(make_arguments(kind, plan, layouts, copies) for kind, copies in used)
+        self._groups = tuple((ctypes.c_char_p * len(group), tuple(map(used.index, group)))
+                             for group in groups)
+        self._group_of = tuple(map(groups.index, keys))
+        self._counters = (counters.of_device(device)
+                          if any(kernel.counter for kernel in plan.kernels) else None)
         self._reports = plan.debug and "report" in plan.cleared
 
     def __call__(self, pointers: Sequence[int], workspace: int, stream: int) -> None:
@@ -140,18 +120,19 @@ class Launcher:
         Raises
         ------
         DeviceError
-            The driver refuses a launch.
+            The driver refuses a launch or a tensor map.
         HangError
             Debug builds: a CTA gave up waiting for its turn.
         """
-        # A struct of its own for each call, so that threads do not meet; the driver copies it.
-        arguments = _OneArgument(self._pack_pointers(
-            *pointers, *[workspace + offset for offset in self._offsets], *self._absent
-        ) + self._after_pointers)
+        addresses = (*pointers, *[workspace + offset for offset in self._offsets])
+        counter = self._counters.take(driver.is_capturing(stream)) if self._counters else 0
+        structs = [make(addresses, counter) for make in self._makers]
+        # Addresses of each kernel's arguments: structs in `bytes` objects.
+        arguments = [kind(*[structs[i] for i in group]) for kind, group in self._groups]
         for offset, n_bytes in self._cleared:
             driver.require_cupy().cuda.runtime.memsetAsync(workspace + offset, 0, n_bytes, stream)
-        for kernel in self._kernels:
-            kernel.launch(stream, arguments)
+        for kernel, which in zip(self._kernels, self._group_of):
+            kernel.launch(stream, arguments[which])
         if self._reports:
             _raise_hang(self.plan, workspace, stream)
 
@@ -170,7 +151,8 @@ class _LoadedKernel:
             resident = per_sm * driver.device(device).n_sm
             if max_ctas is not None:
                 resident = min(resident, max_ctas)
-            schedules.require_resident(plan.schedule, plan.shape, resident)
+            if plan.schedule is not None:
+                schedules.require_resident(plan.schedule, plan.shape, resident)
             self._grid = min(kernel.grid, resident)
         launch = _cooperative_launch() if kernel.cooperative else _plain_launch()
         self._last = () if kernel.cooperative else (None,)  # no "extra"
@@ -180,11 +162,8 @@ class _LoadedKernel:
             *map(ctypes.c_uint, (self._grid, 1, 1, kernel.threads, 1, 1, kernel.smem_bytes)))
 
     def launch(self, stream: int, arguments: ctypes.Array) -> None:
-        code = self._call(stream, arguments, *self._last)
-        if code == _ERROR_INVALID_CONTEXT:
-            # A thread that has not yet used the GPU: setDevice gives it the GPU's context.
-            driver.require_cupy().cuda.runtime.setDevice(self._device)
-            code = self._call(stream, arguments, *self._last)
+        code = driver.with_context(lambda: self._call(stream, arguments, *self._last),
+                                   self._device)
         if code:
             kernel = self._kernel
             raise DeviceError(
@@ -197,8 +176,6 @@ class _LoadedKernel:
 
 # f, grid x y z, block x y z, shared memory, stream, parameters
 _LAUNCH_ARGUMENTS = [ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.c_void_p]
-# Addresses of a kernel's arguments, of which there is one: a struct in a `bytes` object.
-_OneArgument = ctypes.c_char_p * 1
 
 
 @functools.cache

@@ -1,12 +1,14 @@
-"""The parameter structs of the kernels: the same fields, in the same order, as ``params.cuh``."""
+"""The parameter structs of the kernels: the same fields, in the same order, as ``params*.cuh``."""
 
 from __future__ import annotations
 
 import functools
 import struct
 
-# Codes of the `struct` module: P pointer, q 64-bit int, i int, f float. Pointers come first, so
-# that a launch fills in one run of them and keeps the rest.
+# Codes of the `struct` module: P pointer, q 64-bit int, i int, f float, 128s tensor map. Pointers
+# (after tensor maps) come first, so that a launch fills in one run of them and keeps the rest.
+_MAP = "128s"
+_MAP_ALIGNMENT = 64
 _STRIDES = tuple((axis, "q") for axis in ("batch", "row", "head"))
 
 
@@ -25,7 +27,7 @@ ARRAYS = {
 }
 # Parts of the workspace, in the order of the struct.
 WORKSPACE = {
-    "forward": (),
+    "forward": ("q_copy", "k_copy", "v_copy", "out_copy"),
     "backward": ("lse_log2", "delta", "dq_accum", "dq_semaphore", "work_counter", "report"),
 }
 _SIZES = ("batch", "n_q_head", "n_kv_head", "q_len", "kv_len", "mask_offset")
@@ -47,42 +49,61 @@ FIELDS = {
         *_fields("f", "scale", "scale_log2"),
         *_fields("i", "head_group", "reserved"),
     ),
+    "forward_sm90": (
+        *_fields(_MAP, "q_map", "k_map", "v_map", "out_map"),
+        *_fields("P", "lse", "work_counter"),
+        *_fields("q", "lse_batch", "lse_head"),
+        *_fields("i", *_SIZES),
+        *_fields("f", "scale_log2"),
+        *_fields("i", "head_group"),
+    ),
+    "backward_maps": _fields(_MAP, "q", "dout", "k", "v"),
+    "copy": (
+        *_fields("P", "from", "to"),
+        *_strides("from", "to"),
+        *_fields("i", "batch", "len", "n_head", "reserved"),
+    ),
 }
 
 
 @functools.cache
-def _struct(direction: str) -> struct.Struct:
+def _struct(kind: str) -> struct.Struct:
     # "P" needs native mode; native sizes and alignment are also what the compiler uses.
-    return struct.Struct("@" + "".join(code for _, code in FIELDS[direction]))
+    codes = "".join(code for _, code in FIELDS[kind])
+    size = struct.calcsize("@" + codes)
+    padding = -size % (_MAP_ALIGNMENT if _MAP in codes else struct.calcsize("P"))
+    return struct.Struct(f"@{codes}{padding}x")
 
 
-def n_bytes(direction: str) -> int:
+def n_bytes(kind: str) -> int:
     """Size of the struct; the kernels assert that theirs is the same (``DC_PARAMS_BYTES``)."""
-    return _struct(direction).size
+    return _struct(kind).size
 
 
-def offsets(direction: str) -> dict[str, int]:
+def offsets(kind: str) -> dict[str, int]:
     """Offset in bytes of every field."""
     result, before = {}, "@"
-    for name, code in FIELDS[direction]:
-        result[name] = struct.calcsize(before + "0" + code)
+    for name, code in FIELDS[kind]:
+        result[name] = struct.calcsize(before + ("" if code == _MAP else "0" + code))
         before += code
     return result
 
 
-def pack(direction: str, values: dict[str, int | float]) -> bytes:
-    """The struct with these values; pointers that are not named are null.
+def pack(kind: str, values: dict[str, int | float | bytes]) -> bytes:
+    """The struct with these values; pointers and tensor maps that are not named are zeros.
 
     Raises
     ------
     KeyError
-        A field that is no pointer is missing.
+        Another field is missing.
     """
-    return _struct(direction).pack(*(
-        values.get(name, 0) if code == "P" else values[name] for name, code in FIELDS[direction]))
+    absent = {"P": 0, _MAP: b""}
+    return _struct(kind).pack(*(
+        values.get(name, absent[code]) if code in absent else values[name]
+        for name, code in FIELDS[kind]))
 
 
 @functools.cache
-def pointer_packer(direction: str) -> struct.Struct:
-    """Packs the pointers alone, which stand at the start of the struct."""
-    return struct.Struct("@" + "".join(code for _, code in FIELDS[direction] if code == "P"))
+def pointer_packer(kind: str) -> struct.Struct:
+    """Packs the pointers alone, which follow one another."""
+    return struct.Struct("@" + "".join(code for _, code in FIELDS[kind] if code == "P"))

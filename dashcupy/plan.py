@@ -6,64 +6,24 @@ import functools
 import math
 from dataclasses import dataclass
 
-from . import params, schedules
-from .config import BackwardConfig, Config, Target, choose_config
+from . import plan_sm90, schedules
+from .config import Config, Target, choose_config, uses_tensor_maps
+from .config_sm90 import ForwardSm90Config
 from .errors import UnsupportedError
+from .plan_backward import backward_kernels, backward_workspace
+from .plan_parts import KernelPlan, Region, pairs, shared_defines
 from .problem import Problem
 from .schedules.shape import Shape
 
 # Goes up whenever the bits of a result change for any input. Part of every fingerprint.
-NUMERICS_VERSION = 1
+NUMERICS_VERSION = 2
 
 DIRECTIONS = ("forward", "backward")
-PREPROCESS_THREADS = 256
-SEMAPHORE_STRIDE = 8  # u32s of one dq_semaphore: 32 bytes, so that no two share a sector
-REPORT_WORDS = 8
-_ALIGNMENT = 256  # bytes, of every region of the workspace
 _INT_MAX = 2**31 - 1
 # Every CTA takes one number from the work counter that stands for no work, the last of all.
 _MAX_WORKS = 2**31 - 2**16
 # Lengths stay far enough below 2**31 that tile and mask arithmetic in 32 bits cannot overflow.
 _MAX_LEN = 2**30
-
-
-@dataclass(frozen=True)
-class KernelPlan:
-    """One launch.
-
-    Parameters
-    ----------
-    kernel
-        Stem of its ``.cu``.
-    defines
-        Config block, as sorted (name, value) pairs.
-    grid, grid_text
-        CTAs, and how they are counted. For a ``persistent`` kernel: pieces of work, which as many
-        CTAs as are resident take from a counter.
-    threads, smem_bytes
-        Threads and dynamic shared memory of a CTA.
-    persistent, cooperative
-        Whether the grid is cut to the resident CTAs; whether they must run at the same time.
-    """
-
-    kernel: str
-    defines: tuple[tuple[str, int | str], ...]
-    grid: int
-    grid_text: str
-    threads: int
-    smem_bytes: int
-    persistent: bool = False
-    cooperative: bool = False
-
-
-@dataclass(frozen=True)
-class Region:
-    """A named part of the workspace: bytes [offset, offset + n_bytes)."""
-
-    name: str
-    offset: int
-    n_bytes: int
-    text: str
 
 
 @dataclass(frozen=True)
@@ -129,7 +89,7 @@ class Plan:
         if self.schedule:
             rows += [("schedule", _schedule_text(self)), ("team", _team_text(self))]
         if any(kernel.persistent for kernel in self.kernels):
-            rows.append(("heads", _head_group_text(self.problem)))
+            rows.append(("heads", _head_group_text(self)))
         for kernel in self.kernels:
             rows += _kernel_rows(kernel)
         if not self.kernels and self.target != "cpu":
@@ -176,10 +136,11 @@ def make_plan(problem: Problem, direction: str, target: Target, schedule: str = 
     if target != "cpu":
         _check_sizes(problem, shape, chosen)
         if direction == "backward":
-            kernels = _backward_kernels(problem, config, shape, chosen, aligned, debug)
-            workspace = _backward_workspace(problem, config, shape, debug)
+            kernels = backward_kernels(problem, config, shape, chosen, aligned, debug)
+            workspace = backward_workspace(problem, config, shape, kernels, debug)
         else:
-            kernels = _forward_kernels(problem, config, shape, aligned)
+            kernels = _forward_kernels(problem, config, shape, aligned, debug)
+            workspace = plan_sm90.forward_workspace(problem, kernels)
     end = workspace[-1].offset + workspace[-1].n_bytes if workspace else 0
     return Plan(direction, problem, target, config, schedule if chosen else None, name, aligned,
                 debug, kernels, workspace, end, _cleared(kernels, debug), team_size,
@@ -206,92 +167,28 @@ def _check_sizes(problem: Problem, shape: Shape, schedule: schedules.Schedule | 
                                    f"({most}); split the batch or the heads over several calls")
 
 
-def _shared_defines(problem: Problem, config: Config, aligned: bool,
-                    direction: str) -> dict[str, int | str]:
-    return {
-        "DC_HEAD_DIM": problem.head_dim,
-        "DC_HEAD_DIM_PAD": config.head_dim_pad,
-        "DC_Q_TILE": config.q_tile,
-        "DC_KV_TILE": config.kv_tile,
-        "DC_CAUSAL": int(problem.causal),
-        "DC_BF16": int(problem.dtype == "bfloat16"),
-        "DC_ALIGNED": int(aligned),
-        "DC_PARAMS_BYTES": params.n_bytes(direction),
-    }
-
-
-def _forward_kernels(problem: Problem, config: Config, shape: Shape,
-                     aligned: bool) -> tuple[KernelPlan, ...]:
+def _forward_kernels(problem: Problem, config: Config, shape: Shape, aligned: bool,
+                     debug: bool) -> tuple[KernelPlan, ...]:
+    if isinstance(config, ForwardSm90Config):
+        return plan_sm90.forward_kernels(problem, config, shape, aligned, debug)
     n_tile = shape.n_q * problem.batch * problem.n_q_head
     if n_tile == 0:
         return ()
-    defines = _shared_defines(problem, config, aligned, "forward") | {
+    defines = shared_defines(problem, config, "forward") | {
+        "DC_ALIGNED": int(aligned),
         "DC_WARPS": config.n_warp,
         "DC_STAGES": config.stages,
         "DC_Q_REGISTERS": int(config.q_registers),
         "DC_MIN_CTAS": config.min_ctas,
         "DC_SMEM_BYTES": config.smem_bytes,
     }
-    return (KernelPlan(config.kernel, _pairs(defines), n_tile, "q tiles * batch * n_q_head",
-                       32 * config.n_warp, config.smem_bytes),)
-
-
-def _backward_kernels(problem: Problem, config: BackwardConfig, shape: Shape,
-                      schedule: schedules.Schedule, aligned: bool,
-                      debug: bool) -> tuple[KernelPlan, ...]:
-    kernels = []
-    shared = _shared_defines(problem, config, aligned, "backward") | {
-        "DC_SEMAPHORE_STRIDE": SEMAPHORE_STRIDE}
-    n_tile = shape.n_q * problem.batch * problem.n_q_head
-    if n_tile > 0:
-        kernels.append(KernelPlan("bwd_preprocess", _pairs(shared), n_tile,
-                                  "q tiles * batch * n_q_head", PREPROCESS_THREADS, 0))
-    n_work = schedules.total_work(schedule, shape, problem.batch * problem.n_kv_head)
-    if n_work > 0:
-        defines = shared | {
-            "DC_SCHEDULE": f"schedules/{schedule.NAME}.cuh",
-            "DC_WARPS": config.n_warp,
-            "DC_Q_STAGES": config.q_stages,
-            "DC_DO_STAGES": config.do_stages,
-            "DC_DEBUG": int(debug),
-            "DC_SMEM_BYTES": config.smem_bytes,
-        }
-        kernels.append(KernelPlan(
-            config.kernel, _pairs(defines), n_work, "works of a head * batch * n_kv_head",
-            32 * config.n_warp, config.smem_bytes, persistent=True,
-            cooperative=schedule.team_size(shape) > 1))
-    return tuple(kernels)
-
-
-def _pairs(defines: dict[str, int | str]) -> tuple[tuple[str, int | str], ...]:
-    return tuple(sorted(defines.items()))
-
-
-def _backward_workspace(problem: Problem, config: BackwardConfig, shape: Shape,
-                        debug: bool) -> tuple[Region, ...]:
-    n_tile = problem.batch * problem.n_q_head * shape.n_q
-    rows = "[batch, n_q_head, padded q_len]"
-    wanted = {
-        "lse_log2": (4 * n_tile * config.q_tile, f"float32 {rows}: lse * log2(e)"),
-        "delta": (4 * n_tile * config.q_tile, f"float32 {rows}: row sums of out * dout"),
-        "dq_accum": (4 * n_tile * config.q_tile * config.head_dim_pad,
-                     "float32 [batch, n_q_head, q tiles, tile]: the sum of dq so far"),
-        "dq_semaphore": (4 * n_tile * SEMAPHORE_STRIDE, "uint32, one a q tile: whose turn it is"),
-        "work_counter": (4, "uint32: the next piece of work"),
-    }
-    if debug:
-        wanted["report"] = (4 * REPORT_WORDS, "uint32: who gave up waiting")
-    regions, end = [], 0
-    for name, (n_bytes, text) in wanted.items():
-        offset = -(-end // _ALIGNMENT) * _ALIGNMENT
-        regions.append(Region(name, offset, n_bytes, text))
-        end = offset + n_bytes
-    return tuple(regions)
+    return (KernelPlan(config.kernel, pairs(defines), n_tile, "q tiles * batch * n_q_head",
+                       32 * config.n_warp, config.smem_bytes, "forward"),)
 
 
 def _cleared(kernels: tuple[KernelPlan, ...], debug: bool) -> tuple[str, ...]:
     names = [kernel.kernel for kernel in kernels]
-    if not any(kernel.persistent for kernel in kernels):
+    if not any(kernel.params == "backward" and kernel.persistent for kernel in kernels):
         return ()
     # bwd_preprocess sets the counter to zero, but has no CTA when there is no row of q.
     counter = () if "bwd_preprocess" in names else ("work_counter",)
@@ -332,11 +229,18 @@ def _config_rows(plan: Plan) -> list[tuple[str, str]]:
             f"{config.kv_tile} rows ({shape.n_kv})")
     if plan.target != "cpu":
         stages = ", ".join(f"{name} {getattr(config, name)}" for name in
-                           ("stages", "q_registers", "min_ctas", "q_stages", "do_stages")
-                           if hasattr(config, name))
+                           ("stages", "q_registers", "min_ctas", "q_stages", "do_stages",
+                            "early_exponentials", "fixed_reference") if hasattr(config, name))
         text += (f", head_dim padded to {config.head_dim_pad}, {config.n_warp} warps, {stages}, "
-                 f"{'16-byte' if plan.aligned else '2-byte'} loads")
+                 f"{_loads_text(plan)}")
     return [("config", text), ("", f"because {config.reason}")]
+
+
+def _loads_text(plan: Plan) -> str:
+    if not uses_tensor_maps(plan.problem, plan.direction, plan.target):
+        return f"{'16-byte' if plan.aligned else '2-byte'} loads"
+    return "loads by tensor map" + (
+        "" if plan.aligned else " of copies: an address or a stride is no multiple of 16 bytes")
 
 
 def _schedule_text(plan: Plan) -> str:
@@ -355,7 +259,12 @@ def _team_text(plan: Plan) -> str:
             f"a GPU where fewer are resident together")
 
 
-def _head_group_text(problem: Problem) -> str:
+def _head_group_text(plan: Plan) -> str:
+    problem = plan.problem
+    if plan.direction == "forward":
+        return (f"q tiles of {plan_sm90.head_group(problem)} of the "
+                f"{problem.batch * problem.n_q_head} q heads are handed out together: their keys "
+                f"stay in L2; changes no bits")
     return (f"works of {head_group(problem)} of the {problem.batch * problem.n_kv_head} kv heads "
             f"are handed out together: enough that few CTAs queue for one dq tile, and few enough "
             f"that their rows stay in L2; changes no bits")

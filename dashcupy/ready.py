@@ -111,7 +111,10 @@ class Ready:
         if plan.direction == "forward" and n_wanted == 1:
             missing.append("return_lse=True")
         if self._make_workspace is not None:
-            missing.append(f"workspace= (uint8, {plan.workspace_bytes} bytes)")
+            missing.append(
+                f"workspace= (uint8, {plan.workspace_bytes} bytes)" if plan.direction == "backward"
+                else "arrays whose addresses and strides are multiples of 16 bytes (others are "
+                "copied to scratch memory first)")
         if missing:
             raise UnsupportedError(
                 f"a CUDA graph is being captured, and memory that is allocated now and not "

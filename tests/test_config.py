@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from dashcupy import cpu
-from dashcupy.config import SMEM_BYTES, choose_config, head_dim_pad
+from dashcupy.config import SMEM_BYTES, choose_config, head_dim_pad, max_head_dim
 from dashcupy.errors import UnsupportedError
 from dashcupy.problem import Problem
 
@@ -22,12 +22,47 @@ def problem(**changes):
 @pytest.mark.parametrize("target", CAPABILITIES)
 def test_every_head_dim_fits_into_shared_memory(direction, target):
     """A config that asks for more than the card has fails at the first launch only."""
-    for head_dim in range(8, 129, 8):
+    for head_dim in range(8, max_head_dim(direction, target) + 1, 8):
         config = choose_config(problem(head_dim=head_dim), direction, target)
         assert 0 < config.smem_bytes <= SMEM_BYTES[target]
-        assert head_dim <= config.head_dim_pad < head_dim + 32 and config.head_dim_pad % 32 == 0
+        assert head_dim <= config.head_dim_pad < head_dim + 64 and config.head_dim_pad % 32 == 0
         assert config.q_tile % 16 == 0 and config.kv_tile % 16 == 0
         assert "compute capability {}.{}".format(*target) in config.reason
+
+
+@pytest.mark.parametrize("head_dim, expected", [
+    (8, (192, 128, 64, 4, 2, 0)), (64, (192, 128, 64, 4, 2, 0)), (72, (128, 128, 96, 2, 2, 32)),
+    (104, (128, 128, 128, 2, 2, 32)), (128, (128, 128, 128, 2, 2, 32)),
+    (136, (128, 96, 192, 2, 1, 0)), (200, (128, 80, 256, 2, 1, 0)), (256, (128, 80, 256, 2, 1, 0)),
+])
+def test_forward_tiles_of_hopper(head_dim, expected):
+    """As below; and bfloat16 alone may fix its references, as float16 ends at 65504."""
+    for dtype in ("bfloat16", "float16"):
+        config = choose_config(problem(head_dim=head_dim, dtype=dtype), "forward", (9, 0))
+        assert (config.q_tile, config.kv_tile, config.head_dim_pad, config.stages,
+                config.q_stages, config.early_exponentials) == expected
+        assert config.kernel == "fwd_sm90" and config.fixed_reference == (dtype == "bfloat16")
+        assert config.n_warp == 4 + config.q_tile // 16
+
+
+@pytest.mark.parametrize("target", [(8, 0), (8, 9), (10, 0), (12, 0), (13, 7)])
+def test_other_generations_keep_the_portable_kernels(target):
+    """wgmma exists on 9.0 only: newer GPUs refuse a cubin that was made for it."""
+    assert choose_config(problem(), "forward", target).kernel == "fwd_sm80"
+    assert choose_config(problem(), "backward", target).kernel == "bwd_sm80"
+
+
+def test_the_backward_keeps_its_limit():
+    """The forward's larger head_dim must not slip into a kernel without tiles for it."""
+    with pytest.raises(UnsupportedError, match="head_dim=136 .* by the backward .* up to 128"):
+        choose_config(problem(head_dim=136), "backward", (9, 0))
+
+
+def test_shared_memory_of_the_hopper_forward_by_hand():
+    """head_dim 128: two stages of q, k and v in rows of 256 bytes, row states, slots, barriers."""
+    tiles = (2 * 128 + 4 * 128) * 256
+    used = tiles + 16 * 256 + 4 * 16 + 8 * (4 * 2 + 2 * 2 + 4) + 5 * 4
+    assert choose_config(problem(), "forward", (9, 0)).smem_bytes == -(-used // 1024) * 1024
 
 
 @pytest.mark.parametrize("target, head_dim, expected", [
@@ -42,8 +77,8 @@ def test_backward_tiles(target, head_dim, expected):
 
 
 def test_shared_memory_of_the_backward_by_hand():
-    """head_dim 128 on 9.0: rows of 272 bytes."""
-    config = choose_config(problem(), "backward", (9, 0))
+    """head_dim 128 on 10.0: rows of 272 bytes."""
+    config = choose_config(problem(), "backward", (10, 0))
     k_v, q_dout, p_ds = 2 * 128 * 272, 4 * 64 * 272, 2 * 64 * 272
     assert config.smem_bytes == k_v + q_dout + p_ds + 2 * 2 * 64 * 4 + 128 * 32 + 32
 
@@ -72,7 +107,9 @@ def test_cpu_tiles_are_the_backends():
 
 @pytest.mark.parametrize("changes, target, message", [
     ({"head_dim": 100}, (9, 0), "head_dim=100 .* pad q, k and v with zeros to 104"),
-    ({"head_dim": 256}, (9, 0), "head_dim=256 .* multiples of 8 up to 128"),
+    ({"head_dim": 256}, (8, 0), "head_dim=256 .* multiples of 8 up to 128"),
+    ({"head_dim": 256}, (10, 0), "head_dim=256 .* multiples of 8 up to 128"),
+    ({"head_dim": 264}, (9, 0), "head_dim=264 .*the forward on this GPU .*of 8 up to 256"),
     ({"dtype": "float32"}, (9, 0), "float32 .*allowed: float16, bfloat16"),
     ({}, (7, 5), "compute capability 7.5; the kernels need 8.0"),
 ])

@@ -33,11 +33,12 @@ def backward_arrays(**changes):
     return made | changes
 
 
-def test_forward_struct(gpu):
+def test_forward_struct(monkeypatch):
     """Every field of the forward: a swapped pointer or stride is silent garbage."""
     q, k, v = forward_arrays(k=FakeArray(K, strides=(64 * 2000, 256, 128, 1)))
-    out, lse = dashcupy.attention(q, k, v, causal=True, scale=0.5, return_lse=True)
-    launch, = gpu.launches
+    with fake_gpu(monkeypatch, compute_capability=(8, 0)) as gpu:
+        out, lse = dashcupy.attention(q, k, v, causal=True, scale=0.5, return_lse=True)
+        launch, = gpu.launches
     assert launch.kernel == "fwd_sm80" and launch.stream == STREAM and not launch.cooperative
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == (Q, "float16", LSE, "float32")
     assert launch.fields == {
@@ -175,7 +176,7 @@ def test_arrays_on_another_gpu(gpu):
 def test_launch_errors_name_the_launch(gpu):
     """The driver says a number; one needs kernel, grid and sizes to act."""
     gpu.codes = [701]
-    with pytest.raises(DeviceError, match=r"fwd_sm80 failed with error 701.*grid 48, \d+ threads, "
+    with pytest.raises(DeviceError, match=r"fwd_sm90 failed with error 701.*grid 32, \d+ threads, "
                                           r"\d+ bytes of dynamic shared memory, on Fake GPU 0"):
         dashcupy.attention(*forward_arrays())
 
@@ -261,7 +262,7 @@ def test_debug_builds_are_not_captured(gpu, monkeypatch):
         with pytest.raises(UnsupportedError, match="DASHCUPY_DEBUG=0 for the capture"):
             dashcupy.attention_backward(**x)
     assert not gpu.launches
-    dashcupy.attention(x["q"], x["k"], x["v"])  # the forward has no debug build
+    dashcupy.attention(x["q"], x["k"], x["v"])  # the forward only bounds its waits
     monkeypatch.setenv("DASHCUPY_DEBUG", "0")
     dashcupy.attention_backward(**x)
 

@@ -4,14 +4,13 @@ import dataclasses
 
 import pytest
 
-from dashcupy import params, schedules
+from dashcupy import params, plan_sm90, schedules
 from dashcupy.errors import InvalidInputError, UnsupportedError
-from dashcupy.plan import SEMAPHORE_STRIDE, head_group, make_plan
+from dashcupy.plan import head_group, make_plan
+from dashcupy.plan_backward import SEMAPHORE_STRIDE
 from dashcupy.problem import Problem
 
-H200 = (9, 0)
-
-
+H200, B200 = (9, 0), (10, 0)  # with the Hopper and with the portable kernels
 ONE_WORK = {"q_len": 1, "kv_len": 1, "n_q_head": 1, "n_kv_head": 1}  # for each sequence
 
 
@@ -53,8 +52,9 @@ def test_fingerprint_names_schedule_tiles_capability_and_direction():
     prints = {make_plan(problem(), "backward", target, name).fingerprint
               for name in ("ascending", "descending", "symmetric_shift")
               for target in (H200, (8, 0), (8, 9), "cpu")}
-    prints.add(make_plan(problem(), "forward", H200).fingerprint)
-    assert len(prints) == 13
+    prints |= {make_plan(problem(), "forward", target).fingerprint for target in (H200, (8, 0))}
+    assert len(prints) == 14
+    assert ":fwd_sm90[128x128]:cc9.0" in make_plan(problem(), "forward", H200).fingerprint
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
@@ -68,8 +68,8 @@ def test_auto_has_the_bits_of_the_schedule_it_picks(mask):
 
 def test_alignment_and_debugging_change_the_build_and_not_the_bits():
     """The promise covers strides and alignment."""
-    base = make_plan(problem(), "backward", H200)
-    other = make_plan(problem(), "backward", H200, "auto", False, True)
+    base = make_plan(problem(), "backward", B200)
+    other = make_plan(problem(), "backward", B200, "auto", False, True)
     assert other.fingerprint == base.fingerprint
     for plan, aligned, debug in ((base, 1, 0), (other, 0, 1)):
         assert defines(plan, "bwd_sm80")["DC_ALIGNED"] == aligned
@@ -88,7 +88,7 @@ def test_head_group():
 
 def test_forward_launch():
     """Grid, threads and defines of the contract with fwd_sm80."""
-    plan = make_plan(problem(), "forward", H200)
+    plan = make_plan(problem(), "forward", (8, 0))
     launch, config = kernel(plan, "fwd_sm80"), plan.config
     assert launch.grid == -(-1000 // config.q_tile) * 2 * 4
     assert launch.threads == 32 * config.n_warp and launch.smem_bytes == config.smem_bytes
@@ -101,9 +101,54 @@ def test_forward_launch():
     assert plan.workspace_bytes == 0 and plan.schedule is None
 
 
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_forward_launch_of_hopper(mask):
+    """Grid, threads and defines of the contract with fwd_sm90."""
+    plan = make_plan(problem(mask=mask), "forward", H200, "auto", True, True)
+    (launch,), config = plan.kernels, plan.config
+    assert launch.kernel == "fwd_sm90" and launch.params == "forward_sm90" and launch.persistent
+    assert launch.grid == 8 * 2 * 4 and launch.threads == 384 and not launch.cooperative
+    assert launch.counter == (mask == "causal") and launch.smem_bytes == config.smem_bytes
+    assert dict(launch.defines) == {
+        "DC_HEAD_DIM": 128, "DC_HEAD_DIM_PAD": 128, "DC_Q_TILE": 128, "DC_KV_TILE": 128,
+        "DC_CAUSAL": int(mask == "causal"), "DC_BF16": 1, "DC_CONSUMERS": 2, "DC_STAGES": 2,
+        "DC_Q_STAGES": 2, "DC_EARLY_EXPONENTIALS": 32, "DC_FIXED_REFERENCE": 1, "DC_DEBUG": 1,
+        "DC_PARAMS_BYTES": params.n_bytes("forward_sm90"), "DC_SMEM_BYTES": config.smem_bytes}
+    assert plan.workspace_bytes == 0 and plan.schedule is None and plan.cleared == ()
+
+
+def test_copies_change_the_launches_and_not_the_bits():
+    """Tensor maps cannot describe every array; the promise covers strides and alignment."""
+    base, plan = (make_plan(problem(), "forward", H200, "auto", aligned)
+                  for aligned in (True, False))
+    assert plan.fingerprint == base.fingerprint and plan.kernels[3] == base.kernels[0]
+    assert [kernel.copies for kernel in plan.kernels] == [
+        ("q", "q_copy"), ("k", "k_copy"), ("v", "v_copy"), None, ("out_copy", "out")]
+    copy = plan.kernels[0]
+    assert copy.kernel == "copy_rows" and copy.grid == 2 * 1000 * 4 // 8 and copy.threads == 256
+    assert {region.name: region.n_bytes for region in plan.workspace} == {
+        "q_copy": 2 * 2 * 1000 * 4 * 128, "k_copy": 2 * 2 * 900 * 2 * 128,
+        "v_copy": 2 * 2 * 900 * 2 * 128, "out_copy": 2 * 2 * 1000 * 4 * 128}
+    assert all(region.offset % 256 == 0 for region in plan.workspace)
+    assert "loads by tensor map of copies" in plan.explain()
+    no_keys = make_plan(problem(kv_len=0), "forward", H200, "auto", False)
+    assert [region.name for region in no_keys.workspace] == ["q_copy", "out_copy"]
+    assert len(no_keys.kernels) == 3
+
+
+def test_forward_head_group():
+    """The kernel divides by it; with GQA a group holds whole kv heads."""
+    assert plan_sm90.head_group(problem(batch=0)) == plan_sm90.head_group(problem(kv_len=0,
+                                                                                  batch=0)) == 1
+    assert plan_sm90.head_group(problem(batch=64, kv_len=0)) == 64 * 4
+    long = problem(batch=64, kv_len=1 << 20, n_q_head=32, n_kv_head=4)
+    assert plan_sm90.head_group(long) == 8
+    assert plan_sm90.head_group(problem(batch=64, kv_len=1 << 14)) == 4
+
+
 def test_backward_launches():
     """Grid, threads and defines of the contract with bwd_preprocess and bwd_sm80."""
-    plan = make_plan(problem(), "backward", H200, "shortest_first")
+    plan = make_plan(problem(), "backward", B200, "shortest_first")
     before, main, config = *plan.kernels, plan.config
     assert (before.kernel, main.kernel) == ("bwd_preprocess", "bwd_sm80")
     assert before.grid == -(-1000 // config.q_tile) * 2 * 4 and before.threads == 256
@@ -120,16 +165,16 @@ def test_backward_launches():
 @pytest.mark.parametrize("name, mask", [("shift", "full"), ("symmetric_shift", "causal")])
 def test_teams_are_launched_cooperatively(name, mask):
     """CTAs that wait for one another hang unless the driver promises that all run."""
-    plan = make_plan(problem(mask=mask), "backward", H200, name)
+    plan = make_plan(problem(mask=mask), "backward", B200, name)
     assert plan.team_size == schedules.get(name).team_size(plan.shape) > 1
     assert kernel(plan, "bwd_sm80").cooperative
     assert f"{plan.team_size} CTAs wait for one another" in plan.explain()
-    assert not kernel(make_plan(problem(mask=mask), "backward", H200), "bwd_sm80").cooperative
+    assert not kernel(make_plan(problem(mask=mask), "backward", B200), "bwd_sm80").cooperative
 
 
 def test_workspace_parts_lie_apart():
     """Regions that overlap corrupt one another; 16-byte reads need aligned ones."""
-    plan = make_plan(problem(), "backward", H200, "auto", True, True)
+    plan = make_plan(problem(), "backward", B200, "auto", True, True)
     assert [region.name for region in plan.workspace] == list(params.WORKSPACE["backward"])
     end = 0
     for region in plan.workspace:
@@ -162,7 +207,7 @@ def test_workspace_is_linear_in_the_lengths():
 @pytest.mark.parametrize("name", ["auto", "symmetric_shift"])
 def test_empty_inputs(changes, kernels, cleared, name):
     """A grid of 0 is an error, a counter that nobody clears loses work, zeros must be written."""
-    plan = make_plan(problem(**changes), "backward", H200, name)
+    plan = make_plan(problem(**changes), "backward", B200, name)
     assert [kernel.kernel for kernel in plan.kernels] == kernels
     assert all(kernel.grid > 0 for kernel in plan.kernels)
     assert plan.cleared == cleared
@@ -190,8 +235,12 @@ def test_explain_tells_everything(direction, target):
     if direction == "backward":
         wanted += [schedules.get(plan.schedule).DESCRIPTION,
                    "for 'auto': a function of the mask alone"]
-    if direction == "backward" and target == H200:
-        wanted.append("works of 4 of the 4 kv heads are handed out together")
+    if target == H200:
+        wanted.append({"forward": "q tiles of 8 of the 8 q", "backward": "works of 4 of the 4 kv"}
+                      [direction] + " heads are handed out together")
+    if direction == "forward" and target == H200:
+        wanted += ["fwd_sm90: grid min(64 works, resident CTAs)", "fixed_reference True",
+                   "loads by tensor map"]
     for part in wanted:
         assert part in text
     assert dataclasses.asdict(plan)["fingerprint"] == plan.fingerprint
@@ -224,5 +273,6 @@ def test_what_32_bits_cannot_count_is_refused(changes, message):
 
 def test_the_work_counter_may_run_past_the_last_work():
     """Every resident CTA takes one number too many; a counter that wraps hands out work 0 again."""
-    plan = make_plan(problem(**ONE_WORK, batch=2**31 - 2**16), "backward", H200)
-    assert kernel(plan, "bwd_sm80").grid == 2**31 - 2**16
+    for target in (B200, H200):
+        plan = make_plan(problem(**ONE_WORK, batch=2**31 - 2**16), "backward", target)
+        assert kernel(plan, plan.config.kernel).grid == 2**31 - 2**16

@@ -16,6 +16,10 @@ DC_FN void red_release_add(u32* p, u32 v) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
+// What this thread read and wrote in global memory so far comes before the bulk copies that it
+// starts after this (sm_90). PTX ISA: membar/fence, fence.proxy.async.
+DC_FN void fence_async_gmem() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 // 16 bytes through L2 only: the line is shared with other SMs and read once here.
 DC_FN float4 ld_cg(const float4* p) {
   float4 v;
@@ -40,4 +44,23 @@ DC_FN void st_shared_v4(u32 smem, const u32 (&v)[4]) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(v[0]), "r"(v[1]),
                "r"(v[2]), "r"(v[3])
                : "memory");
+}
+
+DC_FN void st_shared_v4(u32 smem, float x, float y, float z, float w) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "f"(x), "f"(y), "f"(z),
+               "f"(w)
+               : "memory");
+}
+
+DC_FN void ld_shared_v4(u32 (&v)[4], u32 smem) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(smem)
+               : "memory");
+}
+
+DC_FN u32 ld_shared(u32 smem) {
+  u32 v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(smem) : "memory");
+  return v;
 }

@@ -26,4 +26,12 @@ struct Mask {
 
   // Whether some row of [row0, row0 + n_row) misses some key of [key0, key0 + n_key).
   DC_FN bool cuts(int row0, int key0, int n_key) const { return key_end(row0) < key0 + n_key; }
+
+  // The same for the causal rule alone: keys that do not exist do not count.
+  DC_FN bool diagonal_cuts(int row0, int key0, int n_key) const {
+    return DC_CAUSAL && row0 + offset + 1 < key0 + n_key;
+  }
+
+  // One more than the last key that any row sees.
+  DC_FN int last_key_end() const { return q_len > 0 ? key_end(q_len - 1) : 0; }
 };

@@ -17,8 +17,25 @@
 //                                       before it would be a second MEMBAR.
 //
 // Ticket 0 neither waits nor reads (dq_accum may hold anything), the last ticket does not release.
-// Everything goes through the generic proxy here. In a debug build a wait gives up and says who was
-// stuck; a wait that is given up makes all later ones give up too, so that the kernel ends.
+// In a debug build a wait gives up and says who was stuck; a wait that is given up makes all later
+// ones give up too, so that the kernel ends.
+//
+// With bulk copies (sm_90) dq_accum is written through the async proxy, and one thread does it all:
+//
+//   turnstile_wait_bulk(t)   acquire load until the count is t, then a proxy fence: the generic
+//                            load that saw the release comes before the asynchronous add. Without
+//                            it the add may run ahead of the load, and of the part before it. It
+//                            stands here, with the reader, because the path from the last contributor's
+//                            add to ours is then: completion, release, acquire, proxy fence, add.
+//   bulk store (t = 0) or bulk add, commit
+//   bulk_wait<0>             full completion. Its `.read` form only says that shared memory is free
+//                            again: the next contributor could add to a sum that is not there yet.
+//                            Completion that a thread waited for is visible to its generic proxy,
+//                            so no proxy fence is needed between it and the release.
+//   turnstile_release        as above; a fence before it would be a second MEMBAR
+//
+// What the bulk copy reads from shared memory was written by other threads through the generic
+// proxy: after their barrier the one thread needs fence.proxy.async for shared memory as well.
 #pragma once
 #include "ptx/memory.cuh"
 
@@ -50,6 +67,11 @@ DC_FN void turnstile_wait(const u32* semaphore, const Turn& turn, u32* report) {
   while (!turnstile_ready(semaphore, turn.ticket)) {
   }
 #endif
+}
+
+DC_FN void turnstile_wait_bulk(const u32* semaphore, const Turn& turn, u32* report) {
+  turnstile_wait(semaphore, turn, report);
+  fence_async_gmem();
 }
 
 DC_FN void turnstile_release(u32* semaphore) { red_release_add(semaphore, 1); }

@@ -1,10 +1,13 @@
 """Bits never change: repeats, load, processes, SM counts, batches and CUDA graphs, by bytes."""
 
+import dataclasses
 import itertools
 
 import dashcupy
 import pytest
-from dashcupy import call, env, schedules
+from dashcupy import call, env, params, schedules
+from dashcupy.launch import Launcher
+from dashcupy.layout import Layout
 
 from . import kernels
 from .support import (
@@ -73,8 +76,9 @@ def test_many_short_sequences_repeat():
     expect_equal_repeats(case, 50)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("schedule", "mask"), SCHEDULED)
-def test_repeats_under_load(schedule, mask):
+def test_repeats_under_load(schedule, mask, head_dim):
     # SMs that are taken by others for a while: CTAs start late, elsewhere, in another order. The
     # load ends by itself, at the latest when the repeats have ended.
     streams = [torch.cuda.Stream() for _ in range(2)]
@@ -87,24 +91,52 @@ def test_repeats_under_load(schedule, mask):
         with torch.cuda.stream(streams[1]):
             matrix @ matrix
 
-    expect_equal_repeats(RACY.replace(schedule=schedule, mask=mask), 30, load)
+    case = RACY.replace(schedule=schedule, mask=mask, head_dim=head_dim)
+    expect_equal_repeats(case, 30, load)
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize(("schedule", "mask"), SCHEDULED)
+def test_random_delays(schedule, mask):
+    # Warps of one CTA that meet in an order which no run has shown so far: with DC_DELAY those of
+    # bwd_sm90 pause now and then. A barrier or a fence that is missing, and a hang.
+    case = RACY.replace(schedule=schedule, mask=mask, head_dim=128, batch=1)
+    inputs = case.draw()
+    expected = run(case, inputs)
+    plan = dashcupy.attention_plan(*(inputs[name] for name in "qkv"), causal=CAUSAL[mask],
+                                   schedule=schedule)
+    plan = dataclasses.replace(plan, kernels=tuple(
+        dataclasses.replace(kernel, defines=(*kernel.defines, ("DC_DELAY", 1)))
+        for kernel in plan.kernels))
+    into = {name: torch.empty_like(expected[name]) for name in ("dq", "dk", "dv")}
+    arrays = inputs | {name: expected[name] for name in ("out", "lse")} | into
+    launcher = Launcher(plan, {
+        name: Layout(tuple(x.shape), x.stride(), str(x.dtype).removeprefix("torch."))
+        for name, x in arrays.items()}, torch.cuda.current_device())
+    workspace = torch.full((plan.workspace_bytes,), 0xFF, dtype=torch.uint8, device=DEVICE)
+    for i in range(5):
+        for x in into.values():
+            x.fill_(float("nan"))
+        launcher([arrays[name].data_ptr() for name in params.ARRAYS["backward"]],
+                 workspace.data_ptr(), torch.cuda.current_stream().cuda_stream)
+        expect_same_bits(into, {name: expected[name] for name in into}, f"{case}, repeat {i}")
 
 
 @limit(PROCESS_LIMIT_S + 20)
 def test_another_process():
     # Addresses, allocation order, the state of caches: anything that lives as long as a process.
-    here = digests(RACY)
+    here = digests(RACY) + digests(RACY.replace(head_dim=128))
     code = ("from gpu.support import digests\nfrom gpu.test_determinism import RACY\n"
-            "for line in digests(RACY):\n    print(line)\n")
+            "for line in digests(RACY) + digests(RACY.replace(head_dim=128)):\n    print(line)\n")
     assert in_new_process(code).splitlines() == here
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("schedule", "mask"), SCHEDULED)
-def test_number_of_ctas(schedule, mask):
+def test_number_of_ctas(schedule, mask, head_dim):
     # A GPU with fewer SMs: bits that depend on which CTA takes which work, or a hang for want of
     # resident CTAs where a team needs them.
-    case = RACY.replace(schedule=schedule, mask=mask, batch=1)
+    case = RACY.replace(schedule=schedule, mask=mask, head_dim=head_dim, batch=1)
     inputs = case.draw()
     expected = run(case, inputs)
     given = tuple(inputs[name] for name in "qkv") + (expected["out"], inputs["dout"],
@@ -120,10 +152,11 @@ def test_number_of_ctas(schedule, mask):
         expect_same_bits(dict(zip(("dq", "dk", "dv"), grads)), expected, f"{max_ctas} CTAs")
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("schedule", "mask"), SCHEDULED)
-def test_batch_and_heads_around(schedule, mask):
+def test_batch_and_heads_around(schedule, mask, head_dim):
     # Order of works over the whole batch that reaches into the sums of one head.
-    case = RACY.replace(schedule=schedule, mask=mask)
+    case = RACY.replace(schedule=schedule, mask=mask, head_dim=head_dim)
     inputs = case.draw()
     together = run(case, inputs)
     alone = run(case, {name: x[2:3] for name, x in inputs.items()})
@@ -138,12 +171,13 @@ def test_batch_and_heads_around(schedule, mask):
 
 
 @pytest.mark.skipif(env.debug(), reason="debug builds wait for the GPU, which no graph allows")
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("schedule", "mask"), [
     ("auto", "causal"), ("shift", "full"), ("symmetric_shift", "causal")])
-def test_cuda_graph(schedule, mask):
+def test_cuda_graph(schedule, mask, head_dim):
     # Counters that are zeroed on the host's side of a capture, memory that a replay no longer owns,
     # launch attributes that a graph drops.
-    case = RACY.replace(schedule=schedule, mask=mask)
+    case = RACY.replace(schedule=schedule, mask=mask, head_dim=head_dim)
     inputs = [case.replace(seed=seed).draw() for seed in (0, 1)]
     expected = [run(case, x) for x in inputs]
     fixed = {name: x.clone() for name, x in inputs[0].items()}
@@ -159,13 +193,14 @@ def test_cuda_graph(schedule, mask):
         expect_same_bits(got, expected[i], f"replay with inputs {i}")
 
 
-def test_schedules_are_told_apart():
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_schedules_are_told_apart(head_dim):
     # A name that is accepted and ignored. Orders of dq that are equal must give equal bits too.
     for mask in ("full", "causal"):
         names = [name for name, of in SCHEDULED if of == mask]
         dq, order = {}, {}
         for name in names:
-            case = RACY.replace(schedule=name, mask=mask)
+            case = RACY.replace(schedule=name, mask=mask, head_dim=head_dim)
             inputs = case.draw()
             dq[name] = bits(run(case, inputs)["dq"])
             plan = dashcupy.attention_plan(*(inputs[x] for x in "qkv"), causal=CAUSAL[mask],

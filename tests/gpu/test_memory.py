@@ -40,11 +40,12 @@ def _batch_innermost_but_one(x):
     return x.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("change", [_heads_before_rows, _batch_innermost_but_one, _odd_rows,
                                     _shifted_by_one])
-def test_strides_do_not_change_bits(change):
+def test_strides_do_not_change_bits(change, head_dim):
     # Strides that a kernel takes for granted, and 16-byte accesses to what is not aligned.
-    case = Case(200, 333, "causal", batch=2, n_q_head=4, n_kv_head=2)
+    case = Case(200, 333, "causal", head_dim, batch=2, n_q_head=4, n_kv_head=2)
     inputs = case.draw()
     expected = run(case, inputs)
     changed = {name: change(x) for name, x in inputs.items()}
@@ -54,18 +55,19 @@ def test_strides_do_not_change_bits(change):
                          f"{change.__name__} of {name} alone")
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("extra", [0, 1])
-def test_slices_of_a_fused_projection(extra):
+def test_slices_of_a_fused_projection(extra, head_dim):
     # q, k, v and the three gradients as slices of one array; one more column: none is aligned.
-    case = Case(333, 333, "causal", batch=2, n_q_head=4, n_kv_head=4)
+    case = Case(333, 333, "causal", head_dim, batch=2, n_q_head=4, n_kv_head=4)
     inputs = case.draw()
     expected = run(case, inputs)
-    width = 4 * 64
+    width = 4 * head_dim
     fused, gradients = (torch.full((2, 333, 3 * width + extra), _NAN, dtype=torch.bfloat16,
                                    device=DEVICE) for _ in range(2))
 
     def slices(x):
-        return [x[..., extra + i * width:extra + (i + 1) * width].unflatten(-1, (4, 64))
+        return [x[..., extra + i * width:extra + (i + 1) * width].unflatten(-1, (4, -1))
                 for i in range(3)]
 
     for name, part in zip("qkv", slices(fused)):
@@ -77,21 +79,23 @@ def test_slices_of_a_fused_projection(extra):
     assert grads[1].data_ptr() == slices(gradients)[1].data_ptr()
 
 
-def test_broadcast_arrays():
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_broadcast_arrays(head_dim):
     # Zero strides: dout of a sum, keys that a batch shares.
-    case = Case(200, 333, "causal", batch=2, n_q_head=4, n_kv_head=2)
+    case = Case(200, 333, "causal", head_dim, batch=2, n_q_head=4, n_kv_head=2)
     inputs = case.draw()
-    inputs["dout"] = inputs["dout"].new_ones(64).expand_as(inputs["dout"])
+    inputs["dout"] = inputs["dout"].new_ones(head_dim).expand_as(inputs["dout"])
     inputs["k"] = inputs["k"][:1].expand_as(inputs["k"])
     inputs["v"] = inputs["v"][:, :, :1].expand_as(inputs["v"])
     plain = {name: x.contiguous() for name, x in inputs.items()}
     expect_same_bits(run(case, inputs), run(case, plain), "expanded")
 
 
-def test_negative_strides():
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_negative_strides(head_dim):
     # An unsigned or 32-bit stride. torch has no such views, CuPy has.
     cupy = pytest.importorskip("cupy")
-    case = Case(200, 333, "full", batch=2)
+    case = Case(200, 333, "full", head_dim, batch=2)
     inputs = case.draw()
     expected = run(case, {name: x.flip(1) for name, x in inputs.items()})
     q, k, v, dout = (cupy.from_dlpack(inputs[name])[:, ::-1] for name in ("q", "k", "v", "dout"))
@@ -138,11 +142,13 @@ def _in_nan(shape, dtype):
     return whole, inner
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("case", [
     Case(1100, 1100, "causal", n_kv_head=1), Case(650, 1300, "full", n_kv_head=1),
     Case(333, 200, "causal")], ids=["causal", "full", "dead-rows"])
-def test_workspace_contents_do_not_matter(case):
+def test_workspace_contents_do_not_matter(case, head_dim):
     # Counters that are taken to be zero (a hang), sums that are added to instead of stored.
+    case = case.replace(head_dim=head_dim)
     inputs = case.draw()
     expected = run(case, inputs)
     plan = dashcupy.attention_plan(inputs["q"], inputs["k"], inputs["v"],
@@ -154,9 +160,10 @@ def test_workspace_contents_do_not_matter(case):
                          f"workspace full of 0x{byte:02X}")
 
 
-def test_fresh_memory_is_filled_with_nan():
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_fresh_memory_is_filled_with_nan(head_dim):
     # Results and workspace from torch's allocator, which fills all of it with NaN here.
-    case = Case(333, 200, "causal", n_kv_head=1)
+    case = Case(333, 200, "causal", head_dim, n_kv_head=1)
     inputs = case.draw()
     expected = run(case, inputs)
     before = torch.utils.deterministic.fill_uninitialized_memory
@@ -193,20 +200,22 @@ def test_workspace_that_is_not_pooled():
     expect_same_bits(got, expected, "no pool")
 
 
-def test_offsets_beyond_32_bits():
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_offsets_beyond_32_bits(head_dim):
     # Element offsets above 2**31 between rows of one item, and between items: 4.4 GB, allocated
     # once. All inputs and results are views of it.
     far = 2**24 + 8  # elements from row to row: 130 rows pass 2**31
     store = torch.empty(131 * far, dtype=torch.bfloat16, device=DEVICE)
     assert store.numel() > 2**31
-    rows = Case(130, 130, "causal")
-    items = Case(130, 130, "causal", batch=2)
-    for case, strides in ((rows, (0, far, 64, 1)), (items, (2**31, 128, 64, 1))):
+    row = 2 * head_dim
+    rows = Case(130, 130, "causal", head_dim)
+    items = rows.replace(batch=2)
+    for case, strides in ((rows, (0, far, head_dim, 1)), (items, (2**31, row, head_dim, 1))):
         inputs = case.draw()
         expected = run(case, inputs)
         size = tuple(inputs["q"].shape)
         # Side by side: between rows, or behind the rows of an item.
-        step = 128 if case is rows else 130 * 128
+        step = row if case is rows else 130 * row
         views = [store.as_strided(size, strides, i * step) for i in range(8)]
         apart = {name: views[i].copy_(x) for i, (name, x) in enumerate(inputs.items())}
         out, lse = dashcupy.attention(apart["q"], apart["k"], apart["v"], causal=True,

@@ -7,19 +7,22 @@ from .support import SCHEDULED, Case, backward, check, expect_right, expect_same
 
 pytestmark = pytest.mark.gpu
 
-# Rows of the largest tile of any kernel; the others divide it.
+# Rows of the largest tile of the portable kernels; the others divide it. Tiles of Hopper have tests
+# of their own, see test_forward_sm90.py.
 TILE = 128
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("schedule", "mask"), SCHEDULED)
-def test_schedule(schedule, mask):
+def test_schedule(schedule, mask, head_dim):
     # A wrong order or ticket: a part of dq that is lost or counted twice, a kv tile left out.
     # Odd tile counts, more q tiles than kv tiles and the other way round.
     for q_len, kv_len in ((1100, 1100), (650, 1300), (1300, 650)):
-        check(Case(q_len, kv_len, mask, n_kv_head=1, schedule=schedule))
+        check(Case(q_len, kv_len, mask, head_dim, n_kv_head=1, schedule=schedule))
     if mask == "causal":
         for q_len, kv_len in ((1100, 1100), (650, 1300), (1300, 650)):
-            check(Case(q_len, kv_len, "causal_top_left", n_kv_head=1, schedule=schedule))
+            check(Case(q_len, kv_len, "causal_top_left", head_dim, n_kv_head=1,
+                       schedule=schedule))
 
 
 @pytest.mark.parametrize(("head_dim", "mask", "dtype"), [
@@ -60,11 +63,12 @@ def test_rows_that_see_no_key_are_zero(q_len, kv_len, head_dim):
     assert out[:, dead:].any(-1).all() and lse[:, :, dead:].isfinite().all()
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("batch", "q_len", "kv_len"), [(2, 0, 5), (2, 5, 0), (2, 0, 0), (0, 5, 7)])
-def test_nothing_to_attend(batch, q_len, kv_len):
+def test_nothing_to_attend(batch, q_len, kv_len, head_dim):
     # A grid of 0 CTAs is a launch error; results that no CTA writes must still be 0.
     for mask in ("full", "causal", "causal_top_left"):
-        case = Case(q_len, kv_len, mask, batch=batch, n_kv_head=1)
+        case = Case(q_len, kv_len, mask, head_dim, batch=batch, n_kv_head=1)
         inputs = case.draw()
         got = run(case, inputs)
         for name, like in (("out", "q"), ("dq", "q"), ("dk", "k"), ("dv", "v")):
@@ -73,10 +77,11 @@ def test_nothing_to_attend(batch, q_len, kv_len):
         assert (got["lse"] == float("-inf")).all()
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("n_q_head", "n_kv_head"), [(4, 2), (6, 2), (16, 2), (12, 1)])
-def test_grouped_heads(n_q_head, n_kv_head):
+def test_grouped_heads(n_q_head, n_kv_head, head_dim):
     # q heads that meet the wrong kv head, and dk, dv that miss a head of the group.
-    case = Case(200, 333, "causal", batch=2, n_q_head=n_q_head, n_kv_head=n_kv_head)
+    case = Case(200, 333, "causal", head_dim, batch=2, n_q_head=n_q_head, n_kv_head=n_kv_head)
     inputs = case.draw()
     got = check(case, inputs)
     repeat = n_q_head // n_kv_head
@@ -85,10 +90,11 @@ def test_grouped_heads(n_q_head, n_kv_head):
                      f"{case} against kv heads repeated by hand")
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("scale", [1e-3, 0.5])
-def test_scale(scale):
+def test_scale(scale, head_dim):
     # The default in place of the argument; a scale that is applied twice, or to dk but not to dq.
-    case = Case(200, 333, "full")
+    case = Case(200, 333, "full", head_dim)
     inputs = case.draw()
     out, lse = dashcupy.attention(inputs["q"], inputs["k"], inputs["v"], scale=scale,
                                   return_lse=True)
@@ -111,11 +117,12 @@ def test_scores_far_below_zero(length, head_dim):
         assert (got["lse"] < -88).all()
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("mask", ["full", "causal"])
-def test_one_hot_softmax(mask):
+def test_one_hot_softmax(mask, head_dim):
     # Scores in the thousands: exp of a score that was not reduced by the maximum, lse in a 16-bit
     # type, or a rescaling by exp(-inf).
-    got = check(Case(704, 704, mask, factor=20.0))
+    got = check(Case(704, 704, mask, head_dim, factor=20.0))
     assert got["lse"].max() > 500
 
 
@@ -132,11 +139,12 @@ def test_few_keys_with_large_values(length):
         assert all(got[name].isfinite().all() for name in ("out", "dq", "dk", "dv"))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("mask", ["full", "causal"])
-def test_more_works_than_two_waves(mask):
+def test_more_works_than_two_waves(mask, head_dim):
     # Works that a CTA takes second or third meet what the first left in shared memory or in the
     # counter; errors that only batches show.
-    case = Case(640, 640, mask, batch=8, n_q_head=16, n_kv_head=8)
+    case = Case(640, 640, mask, head_dim, batch=8, n_q_head=16, n_kv_head=8)
     inputs = case.draw()
     got = check(case, inputs)
     for item in (0, 7):
@@ -158,16 +166,17 @@ def test_more_sequences_than_a_grid_axis_or_32_bits_hold():
         assert same.all(), f"{name}: copies {(~same).nonzero().flatten().tolist()[:8]} differ"
 
 
-def test_what_nobody_sees_may_be_nan():
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_what_nobody_sees_may_be_nan(head_dim):
     # 0 * NaN: keys that no row sees, and rows that see no key, must not be multiplied at all.
-    case = Case(200, 333, "causal_top_left")
+    case = Case(200, 333, "causal_top_left", head_dim)
     inputs = case.draw()
     clean = run(case, inputs)
     for name in ("k", "v"):
         inputs[name][:, 200:] = float("nan")
     expect_same_bits(run(case, inputs), clean, f"{case} with NaN in keys 200 .. 332")
 
-    case = Case(333, 200, "causal")
+    case = Case(333, 200, "causal", head_dim)
     inputs = case.draw()
     clean = run(case, inputs)
     for name in ("q", "dout"):
@@ -175,9 +184,10 @@ def test_what_nobody_sees_may_be_nan():
     expect_same_bits(run(case, inputs), clean, f"{case} with NaN in rows 0 .. 132")
 
 
-def test_rows_that_see_no_key_stay_zero_beside_nan():
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rows_that_see_no_key_stay_zero_beside_nan(head_dim):
     # 0 * NaN the other way round: a key that only other rows of the same q tile see.
-    case = Case(333, 200, "causal")
+    case = Case(333, 200, "causal", head_dim)
     inputs = case.draw()
     for name in ("k", "v"):
         inputs[name][:, 3] = float("nan")

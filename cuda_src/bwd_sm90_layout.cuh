@@ -1,0 +1,136 @@
+// bwd_sm90: tiles, roles, what lies in shared memory, and the barriers between the roles.
+#pragma once
+#include "params.cuh"
+#include "params_bwd_sm90.cuh"
+#include "schedules/contract.cuh"
+#include DC_SCHEDULE
+#include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warpgroup.cuh"
+#include "tile/mask.cuh"
+#include "tile/row_values.cuh"
+
+constexpr int Q_TILE = DC_Q_TILE, KV_TILE = DC_KV_TILE, HEAD_DIM = DC_HEAD_DIM;
+static_assert(Q_TILE == 64 && KV_TILE == 128 && HEAD_DIM == 128, "the tiles of the main loop");
+static_assert(DC_HEAD_DIM_PAD == HEAD_DIM, "no padded columns");
+static_assert(DC_PARAMS_BYTES == sizeof(BackwardParams), "params.py packs another struct");
+
+// Warpgroup 0 helps, one role a warp; the other two compute.
+constexpr int N_CONSUMER = 2, CONSUMER_WARPS = 4 * N_CONSUMER;
+constexpr int PRODUCER_WARP = 0, FIRST_WRITER_WARP = 1, PLANNER_WARP = 3;
+constexpr int N_STAGE = 2;      // q and dout tiles; one dq slot, with a writer, for each
+constexpr int N_WRITER = N_STAGE;
+constexpr int N_THREAD = WARPGROUP_SIZE * (1 + N_CONSUMER);
+constexpr int HELPER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
+// 65536 registers for 384 threads are 168 each at launch; setmaxnreg shares those out.
+static_assert(HELPER_REGISTERS + N_CONSUMER * CONSUMER_REGISTERS <= 168 * (1 + N_CONSUMER),
+              "registers");
+
+constexpr int Q_TILE_BYTES = Q_TILE * HEAD_DIM * 2, KV_TILE_BYTES = KV_TILE * HEAD_DIM * 2;
+constexpr int DS_BYTES = KV_TILE * Q_TILE * 2, DQ_BYTES = Q_TILE * HEAD_DIM * 4;
+constexpr int ROW_TILE_BYTES = Q_TILE * ROW_VALUE_BYTES;
+
+// One visit of this CTA: q tile `q_tile` of q head `q_head` of the group.
+struct Step {
+  int q_tile, q_head;
+  int tile_index;  // among all q tiles of all q heads of the batch
+  u32 ticket;      // its turn in that dq
+};
+
+// Up to BATCH_STEPS steps of one kv tile, made by the planner and read by all other roles. A kv
+// tile without steps is one empty batch; a batch with `stop` ends the kernel.
+constexpr int BATCH_STEPS = 8, N_BATCH = 4;
+static_assert(BATCH_STEPS < WARP_SIZE, "one lane a step");
+struct Batch {
+  Step steps[BATCH_STEPS];
+  int count;
+  int has_steps;    // whether the kv tile has any
+  int kv_tile0;     // kv tiles with steps of this CTA before this one
+  int masked;       // whether the diagonal cuts the steps: all of a batch, or none
+  u32 not_final;    // bit i: other kv tiles come after this one in the dq of step i
+  int is_first, is_last;  // of the kv tile
+  int ends_work;          // last of the work
+  int stop;
+  int batch, kv_head, row0;  // row0: first key
+};
+
+// Barrier           arrivals       signalled by                        waited on by   guards
+// q_full[s]         1 + bytes      producer                            consumers      q, rows
+// dout_full[s]      1 + bytes      producer                            consumers      dout
+// stage_empty[s]    consumer warps consumers, step done                producer       q, rows, dout
+// kv_full           1 + bytes      producer                            consumers      k, v
+// v_empty           consumer warps consumers, last step done           producer       v
+// k_empty           consumer warps consumers, last dq done             producer       k
+// ds_full[s]        consumer warps consumers, dS stored, dq of the     consumers      ds
+//                                  step before done
+// dq_full[s]        consumer warps consumers, dq_part stored           dq_writer s    dq
+// dq_empty[s]       1              dq_writer s, dq_part added          consumers      dq
+// batch_full[s]     1              planner                             all others     batches
+// batch_empty[s]    BATCH_READERS  producer, writers, consumer warps   planner        batches
+// turns_came        N_WRITER       writers, turn of the last part of   planner        the next work
+//                                  a work has come
+struct Barriers {
+  u64 q_full[N_STAGE], dout_full[N_STAGE], stage_empty[N_STAGE];
+  u64 kv_full, v_empty, k_empty;
+  u64 ds_full[N_STAGE], dq_full[N_STAGE], dq_empty[N_STAGE];
+  u64 batch_full[N_BATCH], batch_empty[N_BATCH];
+  u64 turns_came;
+};
+constexpr int BATCH_READERS = 1 + N_WRITER + CONSUMER_WARPS;
+
+struct alignas(1024) SharedStorage {
+  u8 k[KV_TILE_BYTES], v[KV_TILE_BYTES];  // panels of 64 columns: [2][KV_TILE][128 bytes]
+  u8 q[N_STAGE][Q_TILE_BYTES];            // [2][Q_TILE][128 bytes]
+  u8 dout[N_STAGE][Q_TILE_BYTES];
+  u8 ds[N_STAGE][DS_BYTES];  // [KV_TILE][128 bytes]: row = key, 64 q rows
+  u8 dq[N_STAGE][DQ_BYTES];  // in the order of dq_accum
+  u8 rows[N_STAGE][ROW_TILE_BYTES];
+  Batch batches[N_BATCH];
+  Barriers barriers;
+};
+static_assert(sizeof(SharedStorage) == DC_SMEM_BYTES, "config.py counts another size");
+
+// dq_accum of one q tile, as its accumulators lie in registers: float4 number
+// (w * 8 + j) * 128 + t is columns 64 w + 8 j + 2 (t % 4) + {0, 1} of rows
+// 16 (t / 32) + t % 32 / 4 and, in its second half, that row + 8.
+
+// Parity of use number n of a barrier whose first wait must pass (empty) or block (full).
+DC_FN u32 full_parity(int n) { return u32(n) & 1; }
+DC_FN u32 empty_parity(int n) { return (u32(n) & 1) ^ 1; }
+
+DC_FN void init_barriers(SharedStorage& smem) {
+  Barriers& b = smem.barriers;
+  const auto init = [](const u64& barrier, int count) {
+    mbarrier_init(smem_address(&barrier), count);
+  };
+#pragma unroll
+  for (int s = 0; s < N_STAGE; ++s) {
+    init(b.q_full[s], 1);
+    init(b.dout_full[s], 1);
+    init(b.stage_empty[s], CONSUMER_WARPS);
+    init(b.ds_full[s], CONSUMER_WARPS);
+    init(b.dq_full[s], CONSUMER_WARPS);
+    init(b.dq_empty[s], 1);
+  }
+#pragma unroll
+  for (int s = 0; s < N_BATCH; ++s) {
+    init(b.batch_full[s], 1);
+    init(b.batch_empty[s], BATCH_READERS);
+  }
+  init(b.kv_full, 1);
+  init(b.v_empty, CONSUMER_WARPS);
+  init(b.k_empty, CONSUMER_WARPS);
+  init(b.turns_came, N_WRITER);
+  mbarrier_init_fence();
+}
+
+// With DC_DELAY, now and then a pause of random length: tests show that results do not depend on
+// who is late.
+DC_FN void random_delay(u32 salt) {
+#if DC_DELAY
+  u32 clock;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(clock));
+  const u32 hash = (clock ^ salt * 0x9e3779b9u) * 0x85ebca6bu;
+  if (hash >> 30 == 0) __nanosleep(hash >> 8 & 0x1fff);
+#endif
+}

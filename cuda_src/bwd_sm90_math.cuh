@@ -1,0 +1,300 @@
+// bwd_sm90, the consumers: the five products, dk and dv.
+//
+// Warpgroup w holds keys 64 w .. 64 w + 63 of the kv tile as rows (S^T and dP^T are [key][q row]),
+// so P and dS are the A operands of dv and dk as they lie in registers; dq needs dS of all keys,
+// through shared memory, and each warpgroup makes the dq columns 64 w .. 64 w + 63.
+//
+// Step t (products of both warpgroups run beside one another and beside the other's arithmetic):
+//
+//   S  = -lse / scale + k q^T       rows[t], q[t]          -> P = exp2(S * scale_log2)
+//   dP = -delta       + v dout^T    rows[t], dout[t]       -> dS = P dP
+//   dv += P dout                    in 4 chunks, dS of a chunk computed under dv of the one before
+//   dS -> ds[t]
+//   dq(t - 1) = ds[t - 1]^T k       a step late: its dS has long been there
+//   dk += dS q
+//   dq_part(t - 1) -> dq[t - 1]
+//
+// Registers of 240: dk 64 + dv 64, S 32 + dP 32 (dP's become dq), packed P and dS 32, k of the
+// first K_REGISTER_STEPS k steps 12 (every product of S that reads k from registers leaves 8 KB of
+// shared memory bandwidth to others; with 4 k steps ptxas serialises), constant columns 8.
+#pragma once
+#include "bwd_sm90_layout.cuh"
+#include "ptx/math.cuh"
+#include "ptx/matrix.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/wgmma.cuh"
+#include "tile/smem_tile.cuh"
+
+constexpr int K_REGISTER_STEPS = 3;
+constexpr int N_K_STEP = HEAD_DIM / 16;
+// From one panel of 64 columns to the next.
+constexpr int KV_PANEL_BYTES = KV_TILE * PANEL_ROW_BYTES, Q_PANEL_BYTES = Q_TILE * PANEL_ROW_BYTES;
+
+// Steps of descriptors: 16 bytes are 1.
+DC_FN constexpr u32 k_major_step(int k, int panel_bytes) {
+  return u32(k / 4 * panel_bytes + k % 4 * K_STEP_BYTES) / 16;
+}
+DC_FN constexpr u32 mn_major_step(int k) { return u32(k * K_STEP_ROWS_BYTES) / 16; }
+
+// Rows of 16 bytes without swizzle: 8 rows are 128 bytes. Columns 8..15 of the k step read columns
+// 0..7 again (panel distance 0); the A operand is zero there.
+DC_FN u64 row_values_descriptor(u32 smem) {
+  u64 r;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(r) : "r"(smem >> 4), "r"(128u >> 4));
+  return r;
+}
+
+// No use of x may move above this point: x is the result of products just waited for.
+template <int N>
+DC_FN void keep_below(float (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+
+// What a consumer thread knows all along.
+struct Consumer {
+  int w, warp, lane;            // warpgroup among the consumers, warp within, lane
+  u32 k_rows, v_rows;           // low descriptors: its 64 keys as A of S and dP
+  u32 k_columns;                // k as B of dq: its 64 columns
+  u32 fragment_at, swizzle_row;  // a lane's row in a tile of 128 byte rows, as stmatrix wants it
+
+  DC_FN Consumer(const SharedStorage& smem, int w, int warp, int lane)
+      : w(w), warp(warp), lane(lane) {
+    k_rows = descriptor_low(smem_address(smem.k) + w * 64 * PANEL_ROW_BYTES);
+    v_rows = descriptor_low(smem_address(smem.v) + w * 64 * PANEL_ROW_BYTES);
+    k_columns = descriptor_low(smem_address(smem.k) + w * KV_PANEL_BYTES, KV_PANEL_BYTES);
+    const u32 row = 64 * w + 16 * warp + lane % 16;
+    fragment_at = row * PANEL_ROW_BYTES;
+    swizzle_row = row % 8;
+  }
+
+  // From a tile of 128-byte rows to this lane's 16 bytes of the fragment of 16 columns number k.
+  DC_FN u32 fragment(int k) const {
+    return fragment_at + (((2 * k + lane / 16) ^ swizzle_row) << 4);
+  }
+};
+
+// Registers that live as long as a kv tile.
+struct KvTile {
+  float dk[64], dv[64];
+  u32 k[K_REGISTER_STEPS][4];  // A operand of the first k steps of S
+  u32 lse_ones[2];              // A operand that brings in lse, and hides keys that do not exist
+};
+
+// A zero that the compiler takes for a variable: a constant it would write anew before each
+// product, in the middle of a group.
+DC_FN u32 opaque_zero() {
+  u32 zero = 0;
+  asm volatile("" : "+r"(zero));
+  return zero;
+}
+
+// Stage of step t; -1 is a step, too: the one before the first, whose barriers count as passed.
+static_assert(N_STAGE == 2, "stages and parities are bits of the step's number");
+DC_FN int stage_of(int t) { return t & 1; }
+
+// dS of step t is complete, and dq of step t - 1 of both warpgroups is done. The fence: dS was
+// written by ordinary stores of all consumers, the product reads it through the async proxy.
+DC_FN void wait_ds(const SharedStorage& smem, int t) {
+  mbarrier_wait(smem_address(&smem.barriers.ds_full[stage_of(t)]), full_parity(t >> 1));
+  fence_async_smem();
+}
+
+// dq[64 q rows][64 columns] = dS^T k.
+DC_FN void start_dq(float (&dq)[32], const SharedStorage& smem, const Consumer& me, int t) {
+  const u32 ds = descriptor_low(smem_address(smem.ds), DS_BYTES) + stage_of(t) * (DS_BYTES / 16);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < KV_TILE / 16; ++k) {
+    const u64 a = descriptor(ds + mn_major_step(k));
+    const u64 b = descriptor(me.k_columns + mn_major_step(k));
+    if (k == 0)
+      wgmma_ss_first<MN_MAJOR, MN_MAJOR>(dq, a, b);
+    else
+      wgmma_ss<MN_MAJOR, MN_MAJOR>(dq, a, b);
+  }
+  wgmma_commit();
+}
+
+// Hands dq of step t to its writer.
+DC_FN void store_dq_part(const float (&dq)[32], SharedStorage& smem, const Consumer& me, int t) {
+  const int slot = stage_of(t);
+  const u32 at = smem_address(smem.dq) + slot * DQ_BYTES + me.w * (DQ_BYTES / 2) +
+                 (32 * me.warp + me.lane) * 16;
+  random_delay(t);
+  mbarrier_wait(smem_address(&smem.barriers.dq_empty[slot]), empty_parity(t >> 1));
+#pragma unroll
+  for (int j = 0; j < 8; ++j)
+    st_shared_v4(at + j * WARPGROUP_SIZE * 16, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2],
+                 dq[4 * j + 3]);
+  mbarrier_arrive_warp(smem_address(&smem.barriers.dq_full[slot]), me.lane);
+}
+
+// Scores of keys that the diagonal hides: selected away before exp2, for they may be anything.
+// `key` is the key of this lane's first row.
+DC_FN void hide_keys(float (&s)[32], int q_row0, int offset, int key, int lane) {
+  const int first = q_row0 + offset + 2 * (lane % 4) - key;  // visible: column + first >= 0
+#pragma unroll
+  for (int j = 0; j < 8; ++j)
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      if (first + 8 * j + e % 2 - 8 * (e / 2) < 0) s[4 * j + e] = HIDE;
+}
+
+// Step t of the kernel (counted over all kv tiles), the first of its kv tile or not; its batch ends
+// before t_end, and all of it is cut by the diagonal, or nothing.
+DC_FN void visit(KvTile& kv, SharedStorage& smem, const BackwardParams& params, const Consumer& me,
+                 int t, int t_end, bool is_first, u32 delta_ones, u32 zero, const Batch& batch,
+                 bool masked) {
+  const int stage = stage_of(t);
+  const u32 q = stage * (Q_TILE_BYTES / 16);  // from stage 0, in units of descriptors
+  const u32 q_rows = descriptor_low(smem_address(smem.q)) + q;
+  const u32 dout_rows = descriptor_low(smem_address(smem.dout)) + q;
+  const u32 q_columns = descriptor_low(smem_address(smem.q), Q_PANEL_BYTES) + q;
+  const u32 dout_columns = descriptor_low(smem_address(smem.dout), Q_PANEL_BYTES) + q;
+  const u64 rows = row_values_descriptor(smem_address(smem.rows) + stage * ROW_TILE_BYTES);
+  float s[32], dp[32], dq[32];
+  u32 p[16], ds[16];  // packed, as A operands
+
+  mbarrier_wait(smem_address(&smem.barriers.q_full[stage]), full_parity(t >> 1));
+  wgmma_fence();
+  wgmma_rs_first_bf16<K_MAJOR>(s, kv.lse_ones[0], kv.lse_ones[1], zero, zero, rows);
+#pragma unroll
+  for (int k = 0; k < N_K_STEP; ++k) {
+    const u64 b = descriptor(q_rows + k_major_step(k, Q_PANEL_BYTES));
+    if (k < K_REGISTER_STEPS) {
+      const u32(&a)[4] = kv.k[k % K_REGISTER_STEPS];
+      wgmma_rs<K_MAJOR>(s, a[0], a[1], a[2], a[3], b);
+    } else
+      wgmma_ss<K_MAJOR, K_MAJOR>(s, descriptor(me.k_rows + k_major_step(k, KV_PANEL_BYTES)), b);
+  }
+  wgmma_commit();
+  mbarrier_wait(smem_address(&smem.barriers.dout_full[stage]), full_parity(t >> 1));
+  wgmma_fence();
+  wgmma_rs_first_bf16<K_MAJOR>(dp, delta_ones, delta_ones, zero, zero, rows);
+#pragma unroll
+  for (int k = 0; k < N_K_STEP; ++k)
+    wgmma_ss<K_MAJOR, K_MAJOR>(dp, descriptor(me.v_rows + k_major_step(k, KV_PANEL_BYTES)),
+                               descriptor(dout_rows + k_major_step(k, Q_PANEL_BYTES)));
+  wgmma_commit();
+  wgmma_wait<0>();
+  keep_below(s);
+  if (masked)
+    hide_keys(s, batch.steps[batch.count - (t_end - t)].q_tile * Q_TILE, params.mask_offset,
+              batch.row0 + 64 * me.w + 16 * me.warp + me.lane / 4, me.lane);
+#pragma unroll
+  for (int e = 0; e < 32; ++e) s[e] = exp2_approx(s[e] * params.scale_log2);  // P
+  keep_below(dp);
+  wait_ds(smem, t - 1);  // and so ds[stage], which dq of step t - 2 has read, is free
+#pragma unroll
+  for (int k = 0; k < Q_TILE / 16; ++k) {  // 16 q rows
+#pragma unroll
+    for (int j = 2 * k; j < 2 * k + 2; ++j) {
+      p[2 * j] = pack(s[4 * j], s[4 * j + 1]);
+      p[2 * j + 1] = pack(s[4 * j + 2], s[4 * j + 3]);
+      ds[2 * j] = pack(s[4 * j] * dp[4 * j], s[4 * j + 1] * dp[4 * j + 1]);
+      ds[2 * j + 1] = pack(s[4 * j + 2] * dp[4 * j + 2], s[4 * j + 3] * dp[4 * j + 3]);
+    }
+    wgmma_fence();
+    wgmma_rs<MN_MAJOR>(kv.dv, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3],
+                       descriptor(dout_columns + mn_major_step(k)));
+  }
+  wgmma_commit();
+  const u32 ds_at = smem_address(smem.ds) + stage * DS_BYTES;
+#pragma unroll
+  for (int k = 0; k < Q_TILE / 16; ++k)
+    stmatrix_x4(ds_at + me.fragment(k), ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3]);
+  // In the first step of a kv tile the product is of old bytes, and dropped: leaving it out there
+  // makes ptxas serialise the products.
+  start_dq(dq, smem, me, t - 1);
+#pragma unroll
+  for (int k = 0; k < Q_TILE / 16; ++k)
+    wgmma_rs<MN_MAJOR>(kv.dk, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3],
+                       descriptor(q_columns + mn_major_step(k)));
+  wgmma_commit();
+  wgmma_wait<1>();  // dv(t), dq(t - 1) done; dk(t) may run on
+  mbarrier_arrive_warp(smem_address(&smem.barriers.ds_full[stage]), me.lane);
+  if (!is_first) store_dq_part(dq, smem, me, t - 1);
+  wgmma_wait<0>();
+  mbarrier_arrive_warp(smem_address(&smem.barriers.stage_empty[stage]), me.lane);
+}
+
+// What a consumer needs of a kv tile before its first step.
+DC_FN void take_kv_tile(KvTile& kv, const SharedStorage& smem, const BackwardParams& params,
+                        const Consumer& me, const Batch& batch) {
+  const int key = batch.row0 + 64 * me.w + 16 * me.warp + me.lane / 4;
+  const int key_end = Mask{params.q_len, params.kv_len, params.mask_offset}.last_key_end();
+  kv.lse_ones[0] = lse_columns(me.lane, key >= key_end);
+  kv.lse_ones[1] = lse_columns(me.lane, key + 8 >= key_end);
+  mbarrier_wait(smem_address(&smem.barriers.kv_full), full_parity(batch.kv_tile0));
+#pragma unroll
+  for (int k = 0; k < K_REGISTER_STEPS; ++k)
+    ldmatrix_x4(kv.k[k], smem_address(smem.k) + k / 4 * KV_PANEL_BYTES + me.fragment(k % 4));
+}
+
+// Rows of the kv tile that exist, scaled and rounded, to gmem[key][HEAD_DIM].
+DC_FN void store_rows(const float (&acc)[64], Element* gmem, i64 row_stride, int key, int kv_len,
+                      float scale, int lane) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (key + 8 * half >= kv_len) continue;
+    Element* to = gmem + (key + 8 * half) * row_stride + 2 * (lane % 4);
+#pragma unroll
+    for (int j = 0; j < 16; ++j)
+      store_pair(to + 8 * j,
+                 pack(acc[4 * j + 2 * half] * scale, acc[4 * j + 2 * half + 1] * scale));
+  }
+}
+
+DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int warp, int lane) {
+  const Consumer me(smem, w, warp, lane);
+  const Barriers& barriers = smem.barriers;
+  const u32 zero = opaque_zero(), delta_ones = delta_columns(lane);
+  KvTile kv;
+  int n = 0, t = 0;  // batches and steps so far
+
+  const auto wait_for_batch = [&]() {
+    mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
+  };
+  for (;;) {  // kv tiles
+    wait_for_batch();
+    if (warp_uniform(smem.batches[n % N_BATCH].stop != 0)) return;
+#pragma unroll
+    for (int i = 0; i < 64; ++i) kv.dk[i] = kv.dv[i] = 0.f;
+    if (warp_uniform(smem.batches[n % N_BATCH].count > 0))
+      take_kv_tile(kv, smem, params, me, smem.batches[n % N_BATCH]);
+    int is_first = 1;  // first step of the kv tile
+    for (;;) {
+      const Batch& batch = smem.batches[n % N_BATCH];
+      const int t_end = t + warp_uniform(batch.count);
+      const bool masked = DC_CAUSAL && warp_uniform(batch.masked != 0);
+#pragma unroll 1
+      for (; t < t_end; ++t, is_first = 0)
+        visit(kv, smem, params, me, t, t_end, is_first, delta_ones, zero, batch, masked);
+      if (warp_uniform(batch.is_last != 0)) break;
+      mbarrier_arrive_warp(smem_address(&barriers.batch_empty[n % N_BATCH]), lane);
+      ++n;
+      wait_for_batch();
+    }
+    const Batch& batch = smem.batches[n % N_BATCH];
+    if (!is_first) {
+      mbarrier_arrive_warp(smem_address(&barriers.v_empty), lane);
+      float dq[32];
+      wait_ds(smem, t - 1);
+      start_dq(dq, smem, me, t - 1);
+      wgmma_wait<0>();
+      mbarrier_arrive_warp(smem_address(&barriers.k_empty), lane);
+      store_dq_part(dq, smem, me, t - 1);
+    }
+    const int key = batch.row0 + 64 * w + 16 * warp + lane / 4;
+    const int batch_index = batch.batch, kv_head = batch.kv_head;
+    mbarrier_arrive_warp(smem_address(&barriers.batch_empty[n % N_BATCH]), lane);
+    ++n;
+    store_rows(kv.dk, params.dk + batch_index * params.dk_strides.batch +
+                          kv_head * params.dk_strides.head,
+               params.dk_strides.row, key, params.kv_len, params.scale, lane);
+    store_rows(kv.dv, params.dv + batch_index * params.dv_strides.batch +
+                          kv_head * params.dv_strides.head,
+               params.dv_strides.row, key, params.kv_len, 1.f, lane);
+  }
+}

@@ -1,0 +1,376 @@
+// A consumer warpgroup of the Hopper forward: 64 rows of each q tile, from S to out and lse.
+#pragma once
+#include "fwd_sm90_layout.cuh"
+#include "ptx/math.cuh"
+#include "ptx/stmatrix.cuh"
+
+constexpr int N_S = KV_TILE / 2, N_O = COLUMNS / 2;  // accumulators of a thread
+// Exponentials of a thread that run before P v of the tile before is waited for, and how many are
+// issued ahead of their sums after it.
+constexpr int EARLY_EXPONENTIALS = DC_EARLY_EXPONENTIALS;
+constexpr int BATCH = 8;
+static_assert(EARLY_EXPONENTIALS % BATCH == 0 && N_S % BATCH == 0, "whole batches");
+
+constexpr float LOWEST = -3.4028234663852886e38f;
+constexpr float MAX_RISE = 8.f;         // of a score over its reference, in log2, before it moves
+constexpr float MAX_SUM = 1.2676506e30f;  // 2^100
+
+// The compiler may not move these: see where they are used.
+DC_FN float exp2_here(float x) {
+  float y;
+  asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DC_FN void add_here(float& sum, float x) {
+  asm volatile("add.f32 %0, %0, %1;" : "+f"(sum) : "f"(x));
+}
+DC_FN u32 pack_here(float lo, float hi) {
+  u32 r;
+#if DC_BF16
+  asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+#else
+  asm volatile("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+#endif
+  return r;
+}
+
+// ptxas moves a wait for products above the exponentials before it, and with that serialises what
+// should overlap, unless something with a side effect needs them: a store that is never made.
+DC_FN void needed_here(float x, u32 sink) {
+  asm volatile(
+      "{.reg .pred p; setp.gt.f32 p, %0, 0f7f7fffff; @p st.volatile.shared.u32 [%1], 1;}" ::"f"(x),
+      "r"(sink)
+      : "memory");
+}
+
+struct Consumer {
+  const ForwardSm90Params& params;
+  SharedStorage& smem;
+  const int index, warp, lane;  // among the consumers; in the warpgroup; in the warp
+  const Mask mask;
+  const float scale_log2;
+  const u32 q_low, k_low, v_low;  // low halves of the descriptors of the first stage
+
+  float s[N_S];      // S of this kv tile, then P
+  u32 p[N_S / 2];    // P of this or the last kv tile, as A operands
+  float o[N_O];
+  // Of the two rows of this thread, row0 and row0 + 8. Reference: in log2 units.
+  float reference[2], sum[2], factor[2];
+  int row0;
+  int j;             // kv tile
+  int n_unmasked;    // kv tiles of which every row of the warpgroup sees every key: the first ones
+  bool moved, track_maximum;
+  int stage;         // of k of this kv tile, and of its v
+  u32 phase;
+  u32 count;         // slots taken
+  u32 q_stage;
+
+  DC_FN Consumer(const ForwardSm90Params& params, SharedStorage& smem, int index)
+      : params(params), smem(smem), index(index), warp(warp_in_warpgroup()),
+        lane(threadIdx.x % WARP_SIZE), mask{params.q_len, params.kv_len, params.mask_offset},
+        scale_log2(params.scale_log2), q_low(descriptor_low(smem_address(smem.q[0][index]))),
+        k_low(descriptor_low(smem_address(smem.k[0]))),
+        v_low(descriptor_low(smem_address(smem.v[0]), KV_PANEL_BYTES)), moved(false),
+        track_maximum(false), stage(0), phase(0), count(0), q_stage(0) {
+    factor[0] = factor[1] = 1.f;
+  }
+
+  DC_FN void release(u64& barrier) { mbarrier_arrive_warp(address(barrier), lane); }
+
+  // Takes the next slot. A q tile (its q has landed): fresh state of the rows, true.
+  DC_FN int take_slot() {
+    q_stage = count % Q_STAGES;
+    mbarrier_wait(address(smem.q_full[q_stage]), count / Q_STAGES & 1);
+    Work work = read_slot(smem, count);
+    // All lanes read the same; told so, the compiler keeps loop counters in uniform registers.
+    work.q_row0 = __shfl_sync(0xffffffffu, work.q_row0, 0);
+    work.n_tile = __shfl_sync(0xffffffffu, work.n_tile, 0);
+    if (work.q_row0 < 0) return work.q_row0;
+    const int warpgroup_row0 = work.q_row0 + index * WARPGROUP_ROWS;
+    row0 = warpgroup_row0 + 16 * warp + lane / 4;
+    track_maximum = !FIXED_REFERENCE || work.n_tile < 0;
+    j = (work.n_tile & ~TRACK_MAXIMUM) - 1;
+    n_unmasked = max_int(mask.key_end(warpgroup_row0), 0) / KV_TILE;
+    // Finite, so that a row without a key so far has 2^(-inf - reference) = 0.
+    reference[0] = reference[1] = LOWEST;
+    sum[0] = sum[1] = 0.f;
+    return work.q_row0;
+  }
+
+  // Answers a slot that is no q tile.
+  DC_FN void skip_slot() {
+    if (FIXED_REFERENCE) release(smem.verdict[count & 1]);
+    release(smem.out_full[count & 1]);
+    ++count;
+  }
+
+  // S = q k^T, not waited for.
+  DC_FN void start_s() {
+    const u32 q = q_low + q_stage * (N_CONSUMER * Q_BYTES >> 4);
+    const u32 k = k_low + stage * (KV_BYTES >> 4);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < COLUMNS / 16; ++step) {
+      const int panel = step / 4, within = step % 4 * (K_STEP_BYTES >> 4);
+      const u64 a = descriptor(q + panel * (Q_PANEL_BYTES >> 4) + within);
+      const u64 b = descriptor(k + panel * (KV_PANEL_BYTES >> 4) + within);
+      if (step == 0)
+        wgmma_ss_first<K_MAJOR, K_MAJOR>(s, a, b);
+      else
+        wgmma_ss<K_MAJOR, K_MAJOR>(s, a, b);
+    }
+    wgmma_commit();
+  }
+
+  // O += P v, not waited for.
+  DC_FN void start_o(int v_stage) {
+    const u32 v = v_low + v_stage * (KV_BYTES >> 4);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < KV_TILE / 16; ++step)
+      wgmma_rs<MN_MAJOR>(o, p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3],
+                         descriptor(v + step * (K_STEP_ROWS_BYTES >> 4)));
+    wgmma_commit();
+  }
+
+  DC_FN void clear_o() {
+#pragma unroll
+    for (int e = 0; e < N_O; ++e) o[e] = 0.f;
+  }
+
+  // Mask, where some row of the warpgroup misses a key; then the references, where they may move.
+  DC_FN void prepare_softmax() {
+    if (j >= n_unmasked) {
+      const int key = j * KV_TILE + 2 * (lane & 3);
+      const int n_seen[2] = {mask.key_end(row0) - key, mask.key_end(row0 + 8) - key};
+#pragma unroll
+      for (int e = 0; e < N_S; ++e)
+        if ((e >> 2) * 8 + (e & 1) >= n_seen[e >> 1 & 1]) s[e] = -infinity();
+    }
+    if (track_maximum || j >= n_unmasked - 1) {
+      bool moves = false;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float top = fmaxf(s[2 * half], s[2 * half + 1]);
+#pragma unroll
+        for (int e = 4 + 2 * half; e < N_S; e += 4) top = fmaxf(top, fmaxf(s[e], s[e + 1]));
+        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+        // Products of their own: fused into a sum in one copy of this code and not in another, they
+        // would let bits depend on which copy a kv tile meets.
+        top = __fmul_rn(fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2)), scale_log2);
+        factor[half] = 1.f;
+        if (top > reference[half] + MAX_RISE) {
+          factor[half] = exp2_here(reference[half] - top);
+          reference[half] = top;
+          moves = true;
+        }
+        sum[half] = __fmul_rn(sum[half], factor[half]);
+      }
+      moved = __any_sync(0xffffffffu, moves);  // multiplying by 1 changes no row that did not move
+    }
+  }
+
+  DC_FN float probability(int e) const {
+    return exp2_here(fmaf(s[e], scale_log2, -reference[e >> 1 & 1]));
+  }
+
+  // P of the first elements, and its sums; to be packed when P v of the tile before is done.
+  DC_FN void early_exponentials() {
+#pragma unroll
+    for (int e = 0; e < EARLY_EXPONENTIALS; e += 4) {
+#pragma unroll
+      for (int i = e; i < e + 4; ++i) s[i] = probability(i);
+      sum[0] += s[e] + s[e + 1];
+      sum[1] += s[e + 2] + s[e + 3];
+    }
+  }
+
+  // The rest of P: a batch of exponentials is issued ahead of the sums and packs of the last batch.
+  DC_FN void late_exponentials() {
+#pragma unroll
+    for (int e = 0; e < EARLY_EXPONENTIALS; e += 2) p[e / 2] = pack(s[e], s[e + 1]);
+#pragma unroll
+    for (int e0 = EARLY_EXPONENTIALS; e0 < N_S + BATCH; e0 += BATCH) {
+      if (e0 < N_S)
+#pragma unroll
+        for (int e = e0; e < e0 + BATCH; ++e) s[e] = probability(e);
+      if (e0 > EARLY_EXPONENTIALS)
+#pragma unroll
+        for (int e = e0 - BATCH; e < e0; e += 4) {
+          add_here(sum[0], s[e]);
+          add_here(sum[1], s[e + 2]);
+          p[e / 2] = pack_here(s[e], s[e + 1]);
+          add_here(sum[0], s[e + 1]);
+          add_here(sum[1], s[e + 3]);
+          p[e / 2 + 1] = pack_here(s[e + 2], s[e + 3]);
+        }
+    }
+  }
+
+  DC_FN u32 saved_rows() {
+    return smem_address(smem.rows) + (thread_index() - WARPGROUP_SIZE) * int(sizeof(float4));
+  }
+
+  DC_FN void save_rows() {
+    const u32 words[4] = {__float_as_uint(sum[0]), __float_as_uint(sum[1]),
+                          __float_as_uint(reference[0]), __float_as_uint(reference[1])};
+    st_shared_v4(saved_rows(), words);
+  }
+
+  DC_FN void restore_rows(float (&saved_sum)[2], float (&saved_reference)[2]) {
+    u32 words[4];
+    ld_shared_v4(words, saved_rows());
+    saved_sum[0] = __uint_as_float(words[0]), saved_sum[1] = __uint_as_float(words[1]);
+    saved_reference[0] = __uint_as_float(words[2]), saved_reference[1] = __uint_as_float(words[3]);
+  }
+
+  // The q tile of the slot before `count`, whose O is complete: verdict, lse, out.
+  template <bool EDGE>
+  DC_FN void finish(const float (&lane_sum)[2], const float (&row_reference)[2]) {
+    const u32 slot = count - 1;
+    const Work work = read_slot(smem, slot);
+    float total[2], inverse[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      total[half] = lane_sum[half];
+      total[half] += __shfl_xor_sync(0xffffffffu, total[half], 1);
+      total[half] += __shfl_xor_sync(0xffffffffu, total[half], 2);
+      inverse[half] = reciprocal_approx(total[half]);
+    }
+    if (FIXED_REFERENCE) {
+      float zero[4] = {0.f, 0.f, 0.f, 0.f};  // infinity and NaN times 0 are NaN
+#pragma unroll
+      for (int e = 0; e < N_O; ++e) zero[e & 3] = fmaf(o[e], 0.f, zero[e & 3]);
+      const bool safe = (zero[0] + zero[1]) + (zero[2] + zero[3]) == 0.f &&
+                        total[0] < MAX_SUM && total[1] < MAX_SUM;
+      if (work.n_tile >= 0 && !safe) st_shared(smem_address(&smem.failed[slot & 1]), 1);
+      release(smem.verdict[slot & 1]);
+    }
+    // out goes over q, which all four warps must be done with. At an edge the turn said so.
+    if (!EDGE) named_barrier_sync(Q_DONE + index, WARPGROUP_SIZE);
+    const int thread = thread_index();
+    const u32 out = smem_address(smem.q[slot % Q_STAGES][index]) +
+                    ((thread / WARP_SIZE % 4) * 16 + thread % 16) * PANEL_ROW_BYTES;
+    const u32 swizzle = thread & 7, chunk = thread >> 4 & 1;
+#pragma unroll
+    for (int piece = 0; piece < COLUMNS / 16; ++piece) {
+      u32 x[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {  // pack_here: not all products at once, registers are few
+        const float* pair = &o[8 * piece + 2 * e];
+        const bool no_key = total[e & 1] == 0.f;  // then O is 0, or 0 times a NaN of v
+        x[e] = pack_here(no_key ? 0.f : pair[0] * inverse[e & 1],
+                         no_key ? 0.f : pair[1] * inverse[e & 1]);
+      }
+      stmatrix_x4(out + piece / 4 * Q_PANEL_BYTES + ((2 * (piece % 4) + chunk ^ swizzle) << 4),
+                  x[0], x[1], x[2], x[3]);
+    }
+    fence_async_smem();  // generic stores above -> the storer's bulk store, which would miss them
+    release(smem.out_full[slot & 1]);
+    const int row = work.q_row0 + index * WARPGROUP_ROWS + 16 * warp + lane / 4;
+    if (lane % 4 == 0) {
+      float* lse = params.lse + work.batch * params.lse_batch + work.head * params.lse_head;
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        if (row + 8 * half < params.q_len)
+          lse[row + 8 * half] =
+              total[half] == 0.f
+                  ? -infinity()
+                  : (row_reference[half] + log2_approx(total[half])) * LN_2;
+    }
+  }
+
+  // The products of S of this kv tile, and of O with P and v of the kv tile before; with EDGE, that
+  // one was the last of the q tile before, which is finished on the way.
+  template <bool EDGE>
+  DC_FN void step() {
+    const int v_stage = stage;
+    const u32 v_phase = phase;
+    next_stage();
+    mbarrier_wait(address(smem.k_full[stage]), phase);
+    named_barrier_sync(TURN + index, 2 * WARPGROUP_SIZE);
+    start_s();
+    mbarrier_wait(address(smem.v_full[v_stage]), v_phase);
+    start_o(v_stage);
+    named_barrier_arrive(TURN + (index + 1 == N_CONSUMER ? 0 : index + 1), 2 * WARPGROUP_SIZE);
+    wgmma_wait<1>();  // S
+    release(smem.k_empty[stage]);
+    prepare_softmax();
+    early_exponentials();
+    if (EARLY_EXPONENTIALS > 0) needed_here(sum[0] + sum[1], smem_address(&smem.sink));
+    wgmma_wait<0>();  // O
+    release(smem.v_empty[v_stage]);
+    if (EDGE) {
+      float last_sum[2], last_reference[2];
+      restore_rows(last_sum, last_reference);
+      finish<true>(last_sum, last_reference);
+      clear_o();
+    }
+    late_exponentials();
+    if (!EDGE && moved) {
+#pragma unroll
+      for (int e = 0; e < N_O; ++e) o[e] *= factor[e >> 1 & 1];
+    }
+    moved = false;
+  }
+
+  DC_FN void next_stage() {
+    if (++stage == STAGES) stage = 0, phase ^= 1;
+  }
+
+  // The first kv tile of a run of q tiles: nothing to overlap with. The sums are added in the order
+  // of `step`: bits may not depend on where a run starts.
+  DC_FN void first_step() {
+    mbarrier_wait(address(smem.k_full[stage]), phase);
+    start_s();
+    wgmma_wait<0>();
+    release(smem.k_empty[stage]);
+    prepare_softmax();
+    moved = false;
+    early_exponentials();
+    late_exponentials();
+    clear_o();
+  }
+
+  // The last P v of a run.
+  DC_FN void last_step() {
+    mbarrier_wait(address(smem.v_full[stage]), phase);
+    start_o(stage);
+    wgmma_wait<0>();
+    release(smem.v_empty[stage]);
+    next_stage();
+    finish<false>(sum, reference);
+  }
+
+  DC_FN void run() {
+    // The last consumer opens the round of turns.
+    if (index == N_CONSUMER - 1) named_barrier_arrive(TURN, 2 * WARPGROUP_SIZE);
+#pragma unroll 1
+    for (;;) {
+      int word = take_slot();
+      if (word < 0) {
+        skip_slot();
+        if (word == END) return;
+        continue;
+      }
+      first_step();
+      for (;;) {
+#pragma unroll 1
+        while (j > 0) {
+          --j;
+          step<false>();
+        }
+        ++count;
+        if (Q_STAGES == 1) break;
+        save_rows();
+        word = take_slot();
+        if (word < 0) break;
+        step<true>();
+      }
+      last_step();
+      if (Q_STAGES == 1) continue;
+      skip_slot();
+      if (word == END) return;
+    }
+  }
+};

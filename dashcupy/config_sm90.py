@@ -1,0 +1,118 @@
+"""Tiles, stages and warpgroups of the Hopper kernels (compute capability 9.0)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .problem import Problem
+
+TARGET = (9, 0)
+MAX_HEAD_DIM = 256
+WARPGROUP_ROWS = 64
+_PANEL_COLUMNS = 64
+_SMEM_ALIGNMENT = 1024
+
+# The backward: its main loop is made for one head_dim and these tiles.
+BACKWARD_HEAD_DIM = 128
+BACKWARD_Q_TILE, BACKWARD_KV_TILE = 64, 128
+BACKWARD_CONSUMERS, BACKWARD_STAGES = 2, 2
+# Scales for which lse / scale, and what hides a key, stay inside float32 (tile/row_values.cuh).
+_BACKWARD_SCALES = (2.0**-20, 2.0**20)
+_BATCH_STEPS, _N_BATCH = 8, 4
+ROW_VALUE_BYTES = 16
+
+# By columns of a tile: (kv_tile, consumer warpgroups, stages of k and of v, stages of q,
+# exponentials that run before P v of the tile before is waited for, reason).
+_FORWARD_TILES = {
+    64: (128, 3, 4, 2, 0, "three warpgroups take turns at the tensor cores: exponentials are the "
+                          "limit"),
+    96: (128, 2, 2, 2, 32, "as head_dim 128"),
+    128: (128, 2, 2, 2, 32, "two warpgroups take turns at the tensor cores; q twice, so that the "
+                            "next q tile overlaps the last"),
+    192: (96, 2, 2, 1, 0, "two stages fit beside one q tile; larger kv tiles are not tried yet"),
+    256: (80, 2, 2, 1, 0, "the largest kv tile of which two stages fit"),
+}
+
+
+@dataclass(frozen=True)
+class ForwardSm90Config:
+    """How the Hopper forward is cut.
+
+    Parameters
+    ----------
+    kernel
+        ``"fwd_sm90"``.
+    q_tile, kv_tile
+        Rows of a tile.
+    n_consumer
+        Warpgroups that compute, 64 rows of the q tile each; one more loads and stores.
+    head_dim_pad
+        Columns in the products; those from ``head_dim`` on are zeros.
+    stages, q_stages
+        Tiles of k, and of v, and of q, in shared memory.
+    early_exponentials
+        Exponentials of a thread that run before the last product of P and v is waited for.
+    fixed_reference
+        Whether a row's maximum is followed in its first kv tiles only (and the q tile done again
+        where that leaves the range of float32). Not for float16, whose range is 2^16.
+    smem_bytes
+        Dynamic shared memory of a CTA.
+    reason
+        Why these.
+    """
+
+    kernel: str
+    q_tile: int
+    kv_tile: int
+    n_consumer: int
+    head_dim_pad: int
+    stages: int
+    q_stages: int
+    early_exponentials: int
+    fixed_reference: bool
+    smem_bytes: int
+    reason: str
+
+    @property
+    def n_warp(self) -> int:
+        """Warps of a CTA."""
+        return 4 * (1 + self.n_consumer)
+
+
+def forward_config(head_dim: int, dtype: str, smem_text: str) -> ForwardSm90Config:
+    """The config of a forward that ``fwd_sm90`` serves: head_dim a multiple of 8 up to 256."""
+    pad = next(columns for columns in _FORWARD_TILES if head_dim <= columns)
+    kv_tile, n_consumer, stages, q_stages, early, reason = _FORWARD_TILES[pad]
+    return ForwardSm90Config(
+        "fwd_sm90", WARPGROUP_ROWS * n_consumer, kv_tile, n_consumer, pad, stages, q_stages, early,
+        dtype == "bfloat16", forward_smem_bytes(kv_tile, n_consumer, pad, stages, q_stages),
+        f"{smem_text}; {reason}")
+
+
+def forward_smem_bytes(kv_tile: int, n_consumer: int, pad: int, stages: int,
+                       q_stages: int) -> int:
+    """Shared memory of fwd_sm90: SharedStorage in fwd_sm90_layout.cuh."""
+    row_bytes = -(-pad // _PANEL_COLUMNS) * _PANEL_COLUMNS * 2
+    tiles = (q_stages * n_consumer * WARPGROUP_ROWS + 2 * stages * kv_tile) * row_bytes
+    saved_rows = 16 * (1 if q_stages == 1 else 128 * n_consumer)
+    slots, barriers, flags = 4 * 16, 8 * (4 * stages + 2 * q_stages + 4), 5 * 4
+    total = tiles + saved_rows + slots + barriers + flags
+    return -(-total // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
+
+
+def serves_backward(problem: Problem) -> bool:
+    """Whether ``bwd_sm90`` can do a problem of a dtype that GPUs can do: head_dim and scale."""
+    least, most = _BACKWARD_SCALES
+    return problem.head_dim == BACKWARD_HEAD_DIM and least <= problem.scale <= most
+
+
+def backward_smem_bytes() -> int:
+    """Shared memory of bwd_sm90: SharedStorage in bwd_sm90_layout.cuh."""
+    q_tile, kv_tile, head_dim = BACKWARD_Q_TILE, BACKWARD_KV_TILE, BACKWARD_HEAD_DIM
+    k_v = 2 * kv_tile * head_dim * 2
+    stage = (2 * q_tile * head_dim * 2 + kv_tile * q_tile * 2 + q_tile * head_dim * 4
+             + q_tile * ROW_VALUE_BYTES)  # q and dout, dS, the part of dq, row values
+    batches = _N_BATCH * (16 * _BATCH_STEPS + 4 * 12)
+    barriers = 8 * (6 * BACKWARD_STAGES + 3 + 2 * _N_BATCH + 1)
+    total = k_v + BACKWARD_STAGES * stage + batches + barriers
+    return -(-total // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
