@@ -53,7 +53,7 @@ def test_struct_and_maps(gpu):
 
 
 def test_a_thread_without_a_context_makes_maps(gpu):
-    """Also in a call of a kind seen before: new arrays, new maps, and the driver wants a context."""
+    """Also in a call of a kind seen before: new arrays need new maps, and those a context."""
     dashcupy.attention(*arrays_of())
     gpu.has_context = False
     dashcupy.attention(*arrays_of())

@@ -25,8 +25,9 @@
 //   turnstile_wait_bulk(t)   acquire load until the count is t, then a proxy fence: the generic
 //                            load that saw the release comes before the asynchronous add. Without
 //                            it the add may run ahead of the load, and of the part before it. It
-//                            stands here, with the reader, because the path from the last contributor's
-//                            add to ours is then: completion, release, acquire, proxy fence, add.
+//                            stands here, with the reader, because the path from the last
+//                            contributor's add to ours is then: completion, release, acquire,
+//                            proxy fence, add.
 //   bulk store (t = 0) or bulk add, commit
 //   bulk_wait<0>             full completion. Its `.read` form only says that shared memory is free
 //                            again: the next contributor could add to a sum that is not there yet.
