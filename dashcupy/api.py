@@ -102,7 +102,8 @@ def attention_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *,
     Parameters
     ----------
     dout : array, shape [batch, q_len, n_q_head, head_dim]
-        Gradient of the loss with respect to ``out``. A broadcast array (zero strides) will do.
+        Gradient of the loss with respect to ``out``. A broadcast array (zero strides) will do; on
+        a GPU not along the last axis, which is contiguous.
     q, k, v : array
         As given to `attention`.
     out, lse : array

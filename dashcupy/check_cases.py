@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import ml_dtypes
 import numpy as np
 
-from .config import Target, choose_config
+from .config import Target, choose_config, max_head_dim
+from .config_sm90 import TARGET as HOPPER
 from .problem import Problem
 
 # kind of the values of q, k, v, dout -> what is hard about them
@@ -32,11 +33,14 @@ class Case:
         A key of `INPUTS`.
     problem
         Sizes, dtype, mask and scale.
+    backward
+        Whether the backward is checked too; not where the target is known to have none.
     """
 
     title: str
     inputs: str
     problem: Problem
+    backward: bool = True
 
     @property
     def n_score(self) -> int:
@@ -59,7 +63,8 @@ def default_cases(target: Target, quick: bool = False) -> list[Case]:
     for quick_too, masks, title, inputs, sizes in _table(target):
         if quick and not quick_too:
             continue
-        cases += [Case(title, inputs, replace(sizes, mask=mask)) for mask in masks]
+        backward = _has_backward(sizes, target)
+        cases += [Case(title, inputs, replace(sizes, mask=mask), backward) for mask in masks]
     return cases
 
 
@@ -88,6 +93,13 @@ def _table(target: Target) -> list[tuple[bool, tuple[str, ...], str, str, Proble
             (False, both, "single precision", "normal",
              sized((1, 1), (2, 1), (2, 1), 64, "float32")),
         ]
+    if target == HOPPER:
+        table += [
+            (False, both, "wide heads, forward only", "normal",
+             sized((2, 1), (3, 1), (4, 2), 192, "float16", batch=2)),
+            (False, both, "the widest heads, forward only", "deep",
+             sized((2, 1), (3, 1), (2, 1), 256, "bfloat16")),
+        ]
     return table + [
         (False, both, "more kv tiles than CTAs that wait for one another", "normal",
          sized((9, 0), (130, 0), (2, 2), 64, "float16")),
@@ -97,8 +109,13 @@ def _table(target: Target) -> list[tuple[bool, tuple[str, ...], str, str, Proble
 
 
 def _tiles(problem: Problem, target: Target) -> tuple[int, int]:
-    configs = [choose_config(problem, direction, target) for direction in ("forward", "backward")]
+    directions = ("forward", "backward") if _has_backward(problem, target) else ("forward",)
+    configs = [choose_config(problem, direction, target) for direction in directions]
     return (max(config.q_tile for config in configs), max(config.kv_tile for config in configs))
+
+
+def _has_backward(problem: Problem, target: Target) -> bool:
+    return target == "cpu" or problem.head_dim <= max_head_dim("backward", target)
 
 
 def own_cases(problem: Problem) -> list[Case]:

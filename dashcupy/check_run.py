@@ -79,7 +79,7 @@ class RunResult:
     name
         ``"forward"`` or the schedule.
     fingerprint
-        All that the bits depend on, see `dashcupy.plan.Plan`.
+        All that the bits depend on, see `dashcupy.plan.Plan`; "" where no kernel serves it.
     tensors
         Its results.
     seconds
@@ -150,8 +150,8 @@ def run_case(case: Case, schedules: list[str], place: Place, repeats: int, seed:
     Raises
     ------
     UnsupportedError
-        This device has no forward for the problem. A schedule that it cannot run is not an error:
-        its result says why.
+        This device has no forward for the problem. A schedule that it cannot run, or a backward
+        that it has not, is no error: the result says why.
     """
     problem, inputs = case.problem, make_inputs(case, seed)
     arrays = {name: place.put(array) for name, array in inputs.items()}
@@ -189,12 +189,14 @@ def run_case(case: Case, schedules: list[str], place: Place, repeats: int, seed:
     runs = [_run("forward", plan.fingerprint, forward, problem, place, repeats, compare)]
     on_step()
     for name in schedules:
-        plan = make_plan(problem, "backward", place.target, name, debug=debug)
+        fingerprint = ""
         try:
-            runs.append(_run(name, plan.fingerprint, lambda part, name=name: backward(part, name),
+            fingerprint = make_plan(problem, "backward", place.target, name,
+                                    debug=debug).fingerprint
+            runs.append(_run(name, fingerprint, lambda part, name=name: backward(part, name),
                              problem, place, repeats, compare))
         except UnsupportedError as error:
-            runs.append(RunResult(name, plan.fingerprint, (), 0.0, str(error)))
+            runs.append(RunResult(name, fingerprint, (), 0.0, str(error)))
         on_step()
     return CaseResult(case, tuple(runs), len(sample), problem.batch * problem.n_kv_head)
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import product
 
 from . import cache, driver, env, modules, nvrtc, schedules
-from .config import GPU_DTYPES
+from .config import GPU_DTYPES, max_head_dim
 from .errors import DashcupyError, DeviceError, InvalidInputError
 from .plan import make_plan
 from .problem import Problem
@@ -21,10 +21,11 @@ DESCRIPTION = """\
 Compile kernels into the cache (DASHCUPY_CACHE_DIR), so that the first call need not wait. Needs
 NVRTC; a GPU only to know what to compile for, unless --arch says it. Lengths, batch and heads
 need no kernels of their own. The default set: head_dim 64 and 128, both dtypes, the full and the
-causal mask, schedule auto.
+causal mask, schedule auto. A head_dim that only the forward of a GPU serves (above 128) gets the
+forward's kernels, unless --schedule asks for a backward.
 """
 COMMON_HEAD_DIMS = (64, 128)
-ALL_HEAD_DIMS = (32, 64, 96, 128)
+ALL_HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 _LEN = 4096  # any: kernels do not depend on it, but a schedule must have tiles to order
 
 
@@ -40,7 +41,8 @@ def add_parser(commands) -> None:
     add("--schedule", nargs="+", metavar="NAME",
         help=f"auto, {', '.join(schedules.names())} (default: auto)")
     add("--all", action="store_true",
-        help="every schedule, head_dim 32 64 96 128, and arrays that are not 16-byte aligned")
+        help="every schedule, head_dim 32 64 96 128 (and 192 256 where the forward serves them), "
+             "and arrays that are not 16-byte aligned")
     add("--jobs", type=int, metavar="N", help="kernels compiled at a time (default: CPU cores)")
     parser.set_defaults(run=run)
 
@@ -102,7 +104,11 @@ def _capability(arch: str | None) -> tuple[int, int]:
 def _kernels(args: argparse.Namespace, capability: tuple[int, int]
              ) -> Iterator[tuple[str, Sequence[tuple[str, int | str]]]]:
     """(kernel, defines) of everything that is asked for; some come several times."""
-    head_dims = args.head_dim or (ALL_HEAD_DIMS if args.all else COMMON_HEAD_DIMS)
+    most, backward_most = (max_head_dim(way, capability) for way in ("forward", "backward"))
+    if args.schedule:  # names a backward, so there must be one
+        most = backward_most
+    head_dims = args.head_dim or (
+        [n for n in ALL_HEAD_DIMS if n <= most] if args.all else COMMON_HEAD_DIMS)
     names = args.schedule or (schedules.names() if args.all else ("auto",))
     masks = {"yes": ("causal",), "no": ("full",), "both": ("full", "causal")}[args.causal]
     for name in names:
@@ -112,8 +118,9 @@ def _kernels(args: argparse.Namespace, capability: tuple[int, int]
     for head_dim, dtype, mask, aligned in product(
             head_dims, args.dtype or GPU_DTYPES, masks, (True, False) if args.all else (True,)):
         problem = Problem(1, _LEN, _LEN, 1, 1, head_dim, dtype, mask, 1.0)
-        plans = [make_plan(problem, "forward", capability, aligned=aligned)]
-        plans += [make_plan(problem, "backward", capability, name, aligned, env.debug())
-                  for name in names if name == "auto" or schedules.supports(name, mask)]
+        plans = [make_plan(problem, "forward", capability, aligned=aligned, debug=env.debug())]
+        if args.schedule or head_dim <= backward_most:
+            plans += [make_plan(problem, "backward", capability, name, aligned, env.debug())
+                      for name in names if name == "auto" or schedules.supports(name, mask)]
         for plan in plans:
             yield from ((kernel.kernel, kernel.defines) for kernel in plan.kernels)

@@ -52,7 +52,8 @@ def require_contiguous_rows(name: str, layout: Layout) -> None:
     InvalidInputError
         With the strides that were found.
     """
-    if used_strides(layout)[-1] not in (0, 1) and 0 not in layout.shape:
+    # A stride of 0 counts, unlike that of an axis of one element: a row is not one element.
+    if layout.shape[-1] > 1 and layout.strides[-1] != 1 and 0 not in layout.shape:
         raise InvalidInputError(
             f"{name} has strides {tuple(layout.strides)} (in elements): on a GPU the last axis "
             f"must be contiguous (stride 1), the others are free; copy {name} to C order")

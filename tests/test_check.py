@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from dashcupy import check_cases, check_device, check_run, cli, config, driver, schedules
+from dashcupy import check, check_cases, check_device, check_run, cli, config, driver, schedules
 from dashcupy.errors import DashcupyError, DeviceError, UnsupportedError
 from dashcupy.problem import Problem
 from dashcupy.reference import attention_reference
@@ -110,6 +110,40 @@ def test_a_schedule_that_the_device_refuses_is_told_and_no_failure(tmp_path, mon
     assert status == 0
     assert record["cases"][0]["runs"][1]["refused"] == "needs 64 CTAs resident together"
     assert "refused ascending: needs 64 CTAs" in capsys.readouterr().out
+
+
+def _as_hopper(monkeypatch):
+    """Let the check believe that it computes on a GPU of compute capability 9.0."""
+    monkeypatch.setattr(check, "choose_place", lambda device: check_device.Place(
+        "gpu", (9, 0), "Fake GPU", "a test", lambda x: x, np.asarray))
+
+
+def test_a_shape_without_a_backward_still_has_its_forward_checked(tmp_path, monkeypatch):
+    """The refusal of the backward once ended the check, though the forward runs."""
+    _as_hopper(monkeypatch)
+    status, record = _check(tmp_path, "--schedule", "auto", "--head-dim", "192")
+    assert status == 0
+    forward, backward = record["cases"][0]["runs"]
+    assert forward["ok"] and len(forward["tensors"]) == 2 and "d192" in forward["fingerprint"]
+    assert "head_dim=192 is not supported by the backward" in backward["refused"]
+
+
+def test_the_widest_heads_are_checked_where_the_forward_serves_them(monkeypatch):
+    """Their kernels differ from those up to 128; no schedule is tried that must be refused."""
+    _as_hopper(monkeypatch)
+    ran = []
+
+    def run_case(case, names, *_):
+        ran.append((case.problem.head_dim, list(names)))
+        return check_run.CaseResult(case, (), 0, 0)
+
+    monkeypatch.setattr(check, "run_case", run_case)
+    assert cli.main(["check"]) == 0
+    assert {head_dim for head_dim, names in ran if not names} == {192, 256}
+    assert all(names for head_dim, names in ran if head_dim <= 128)
+    ran.clear()
+    assert cli.main(["check", "--schedule", "auto"]) == 0
+    assert ran and all(names == ["auto"] for _, names in ran)
 
 
 def test_inputs_are_as_hard_as_they_say():

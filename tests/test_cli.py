@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dashcupy import __version__, cli, driver, info, nvrtc
+from dashcupy import __version__, cli, cli_build, driver, info, nvrtc
 from dashcupy.errors import DeviceError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -102,3 +102,42 @@ def test_build_fills_the_cache_without_a_gpu(capsys, monkeypatch, tmp_path):
     kernels = sorted(path.name.split("-")[0] for path in tmp_path.glob("*.cubin"))
     assert kernels == ["bwd_preprocess", "bwd_sm80", "fwd_sm90"]
     assert "3 of 3 kernels are in the cache" in capsys.readouterr().out
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """(kernel, defines) of what the command would compile."""
+    kernels = []
+    monkeypatch.setattr(cli_build.nvrtc, "default_library", lambda: None)
+    monkeypatch.setattr(cli_build.nvrtc, "choose_arch", lambda *_: "sm_90a")
+    monkeypatch.setattr(cli_build.modules, "build", lambda kernel, defines, arch: kernels.append(
+        (kernel, dict(defines))))
+    return kernels
+
+
+def test_build_of_a_head_dim_that_only_the_forward_serves(built, capsys):
+    """The missing backward once refused the whole build."""
+    assert cli.main(["build", "--arch", "sm_90a", "--head-dim", "64", "192", "256"]) == 0
+    wide = [kernel for kernel, defines in built if defines["DC_HEAD_DIM"] > 128]
+    assert wide == ["fwd_sm90"] * 8 and any(kernel == "bwd_sm80" for kernel, _ in built)
+    for refused in (["--arch", "sm_90a", "--head-dim", "192", "--schedule", "auto"],
+                    ["--arch", "sm_80", "--head-dim", "192"]):
+        assert cli.main(["build", *refused]) == 2
+        assert "head_dim=192 is not supported" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv, head_dims", [
+    (["--arch", "sm_90a"], {32, 64, 96, 128, 192, 256}),
+    (["--arch", "sm_90a", "--schedule", "auto"], {32, 64, 96, 128}),
+    (["--arch", "sm_80"], {32, 64, 96, 128})])
+def test_build_all_is_all_that_the_gpu_serves(built, argv, head_dims):
+    assert cli.main(["build", "--all", *argv]) == 0
+    assert {defines["DC_HEAD_DIM"] for _, defines in built} == head_dims
+
+
+def test_build_obeys_debug_in_both_directions(built, monkeypatch):
+    """Kernels of another config than the call's would be compiled again at the first call."""
+    monkeypatch.setenv("DASHCUPY_DEBUG", "1")
+    assert cli.main(["build", "--arch", "sm_90a", "--head-dim", "128"]) == 0
+    found = {kernel: defines["DC_DEBUG"] for kernel, defines in built if "DC_DEBUG" in defines}
+    assert found == {"fwd_sm90": 1, "bwd_sm90": 1}

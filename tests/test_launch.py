@@ -276,6 +276,7 @@ def test_a_quiet_report_raises_nothing():
 
 @pytest.mark.parametrize("changes, message", [
     ({"v": FakeArray(K, strides=(64000, 128, 1, 2))}, r"v has strides .*last axis must be contig"),
+    ({"dout": FakeArray(Q, strides=(0, 0, 0, 0))}, "dout has strides .*last axis must be contig"),
     ({"q": FakeArray(Q, pointer=(1 << 44) + 1)}, "no multiple of its element's size"),
     ({"lse": FakeArray(LSE, "float32", pointer=(1 << 44) + 2)}, "no multiple of its element's"),
     ({"lse": FakeArray(LSE, "float32", strides=(1, 600, 2))}, "lse has strides"),
