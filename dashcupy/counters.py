@@ -27,14 +27,18 @@ class Counters:
     def take(self, captured: bool) -> int:
         """Address of a counter for one launch on the current GPU.
 
-        0, with which kernels do without, if a graph asks and none is left, or if it asks before
-        the first other launch: memory cannot be allocated while a graph is recorded.
+        0, with which kernels do without, if there is no memory for counters; if a graph asks and
+        none is left; or if it asks before the first other launch, for memory cannot be allocated
+        while a graph is recorded.
         """
         half = N_COUNTER // 2
         if not captured:
             index = next(self._launches) % half
             if not self._base:
-                self._base = _zeros()
+                try:
+                    self._base = _zeros()
+                except RuntimeError:  # no memory left: try again with a later launch
+                    return 0
         else:
             if not self._base:
                 return 0

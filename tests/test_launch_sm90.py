@@ -186,6 +186,19 @@ def test_each_launch_has_a_counter_of_its_own(gpu):
     assert counters_of(gpu)[-1] == 0  # q tiles of the full mask are taken in turn
 
 
+def test_without_memory_for_counters(gpu):
+    """The pools of the frameworks may hold all memory; the bits do not need a counter."""
+    def refuse(n_bytes):
+        raise RuntimeError("cudaErrorMemoryAllocation: out of memory")
+
+    runtime = gpu.cupy.cuda.runtime
+    malloc, runtime.malloc = runtime.malloc, refuse
+    dashcupy.attention(*arrays_of(), causal=True)
+    runtime.malloc = malloc
+    dashcupy.attention(*arrays_of(), causal=True)
+    assert counters_of(gpu) == [0, COUNTERS + 8]
+
+
 @pytest.mark.parametrize("framework", ["cupy", "torch"])
 def test_recorded_launches_keep_their_counters(gpu, monkeypatch, framework):
     """A replay may run beside any later launch; torch's graphs are graphs as well."""
