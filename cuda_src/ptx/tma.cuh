@@ -121,11 +121,3 @@ DC_FN void bulk_wait_read() {
 DC_FN void fence_async_smem() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-
-// The same for all memory.
-DC_FN void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
-
-// Brings a tensor map into the cache before its first use. PTX ISA: prefetch with .tensormap.
-DC_FN void tma_prefetch(const TensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}

@@ -49,9 +49,9 @@ DC_FN void wgmma_wait() {
 //   wgmma_ss<A, B>(d, a, b)     d += a b, both from shared memory; A, B: K_MAJOR or MN_MAJOR
 //   wgmma_ss_first<A, B>(...)   d = a b: what was in d is not read, so its registers were free
 //   wgmma_rs<B>(d, a, b)        d += a b, a in four registers
-//   wgmma_rs_first<B>(...)      d = a b
-// N follows from the length of d. The elements are those of the build; wgmma_rs_first_bf16 has a
-// descriptor and four registers of bfloat16 in every build, for values that float16 cannot hold.
+//   wgmma_rs_first_bf16<B>(...) d = a b, with bfloat16 elements in every build: for values that
+//                               float16 cannot hold
+// N follows from the length of d. The elements of the other three are those of the build.
 #if DC_BF16
 #define DC_WGMMA_NAME(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 "
 #else
@@ -73,8 +73,6 @@ DC_FN void wgmma_wait() {
 #define DC_OPERANDS_32(USE) DC_D32(USE, 0)
 #define DC_OPERANDS_48(USE) DC_D32(USE, 0), DC_D16(USE, 32)
 #define DC_OPERANDS_64(USE) DC_D64(USE, 0)
-#define DC_OPERANDS_80(USE) DC_D64(USE, 0), DC_D16(USE, 64)
-#define DC_OPERANDS_88(USE) DC_D64(USE, 0), DC_D16(USE, 64), DC_D8(USE, 80)
 #define DC_OPERANDS_96(USE) DC_D64(USE, 0), DC_D32(USE, 64)
 #define DC_OPERANDS_128(USE) DC_D64(USE, 0), DC_D64(USE, 64)
 
@@ -127,13 +125,6 @@ DC_FN void wgmma_wait() {
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(B)); \
   } \
   template <int B> \
-  DC_FN void wgmma_rs_first(float (&d)[R], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) { \
-    asm volatile(DC_WGMMA_NAME(N) "{" DC_NAMES_##R "}, {" P0 ", " P1 ", " P2 ", " P3 "}, " P4 \
-                 ", 0, 1, 1, " P5 ";" \
-                 : DC_OPERANDS_##R(DC_SET) \
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(B)); \
-  } \
-  template <int B> \
   DC_FN void wgmma_rs_first_bf16(float (&d)[R], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) { \
     asm volatile(DC_WGMMA_BF16_NAME(N) "{" DC_NAMES_##R "}, {" P0 ", " P1 ", " P2 ", " P3 "}, " P4 \
                  ", 0, 1, 1, " P5 ";" \
@@ -145,8 +136,6 @@ DC_WGMMA(64, 32, "%32", "%33", "%34", "%35", "%36", "%37")
 DC_WGMMA(80, 40, "%40", "%41", "%42", "%43", "%44", "%45")
 DC_WGMMA(96, 48, "%48", "%49", "%50", "%51", "%52", "%53")
 DC_WGMMA(128, 64, "%64", "%65", "%66", "%67", "%68", "%69")
-DC_WGMMA(160, 80, "%80", "%81", "%82", "%83", "%84", "%85")
-DC_WGMMA(176, 88, "%88", "%89", "%90", "%91", "%92", "%93")
 DC_WGMMA(192, 96, "%96", "%97", "%98", "%99", "%100", "%101")
 DC_WGMMA(256, 128, "%128", "%129", "%130", "%131", "%132", "%133")
 
