@@ -34,6 +34,16 @@ DC_FN void load_8(u32 (&word)[4], const Element* gmem) {
 #endif
 }
 
+// The same to global memory.
+DC_FN void store_8(Element* gmem, const u32 (&word)[4]) {
+#if DC_ALIGNED
+  *reinterpret_cast<uint4*>(gmem) = make_uint4(word[0], word[1], word[2], word[3]);
+#else
+#pragma unroll
+  for (int i = 0; i < 8; ++i) gmem[i] = Element(word[i / 2] >> 16 * (i % 2));
+#endif
+}
+
 // Copies rows gmem[0 .. ROWS)[DC_HEAD_DIM] (row_stride in elements) into `tile` by all N_THREAD
 // threads. Rows outside [row_begin, row_end) and columns from DC_HEAD_DIM on become zeros, and
 // nothing of them is read: what lies there may be NaN or no memory at all.
@@ -81,11 +91,7 @@ DC_FN void store_pair(Element* gmem, u32 pair) {
 // Eight neighbouring elements of a tile to gmem (column a multiple of 8).
 template <class Tile>
 DC_FN void store_chunk(Element* gmem, const Tile& tile, int row, int column) {
-  const Element* from = &tile.data[row * Tile::row_elements + column];
-#if DC_ALIGNED
-  *reinterpret_cast<uint4*>(gmem) = *reinterpret_cast<const uint4*>(from);
-#else
-#pragma unroll
-  for (int i = 0; i < 8; ++i) gmem[i] = from[i];
-#endif
+  u32 word[4];
+  ld_shared_v4(word, tile.address(row, column));
+  store_8(gmem, word);
 }
