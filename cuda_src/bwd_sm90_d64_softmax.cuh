@@ -32,7 +32,6 @@ DC_FN void start_scores(float (&s)[64], u32 a, u32 b) {
       wgmma_ss_first<K_MAJOR, K_MAJOR>(s, descriptor(a), descriptor(b));
     else
       wgmma_ss<K_MAJOR, K_MAJOR>(s, descriptor(a + k * K_STEP), descriptor(b + k * K_STEP));
-  wgmma_commit();
 }
 
 // Scores of keys that this lane's rows do not see: selected away before exp2, for they may be
@@ -49,13 +48,15 @@ DC_FN void hide_keys(float (&s)[64], const Mask& mask, int row, int key) {
 // Adds a part of dq, or stores it if it is the first. The turn has come: what others added happened
 // before the turn warp saw their release, and so before this.
 DC_FN void send_dq(const float (&dq)[32], float4* to, bool is_first) {
+  if (is_first) {
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    float4* at = to + j * WARPGROUP_SIZE;
-    if (is_first)
-      st_cg(at, make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]));
-    else
-      red_add_v4(at, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+    for (int j = 0; j < 8; ++j)
+      st_cg(to + j * WARPGROUP_SIZE,
+            make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]));
+  } else {
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      red_add_v4(to + j * WARPGROUP_SIZE, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
   }
 }
 
@@ -110,6 +111,7 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
     if (t < kv_end) {
       wait_for_stage(t);
       start_scores(s, q_rows(t), k_rows);
+      wgmma_commit();
       wgmma_wait<0>();
     }
 #pragma unroll 1
@@ -128,6 +130,7 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
       const float lse_log2 = ld_shared_f32(rows_at), lse_log2_8 = ld_shared_f32(rows_at + 32);
       const float delta = ld_shared_f32(delta_at), delta_8 = ld_shared_f32(delta_at + 32);
       start_scores(dp, q_rows(t) + (N_STAGE * Q_TILE_BYTES) / 16, v_rows);
+      wgmma_commit();
       if (warp_uniform(batch.masked != 0))
         hide_keys(s, Mask{params.q_len, params.kv_len, params.mask_offset},
                   step.q_tile * Q_TILE + row, batch.row0 + 2 * (lane % 4));
@@ -175,10 +178,12 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
       if (t + N_SOFTMAX < kv_end) {
         wait_for_stage(t + N_SOFTMAX);
         start_scores(s, q_rows(t + N_SOFTMAX), k_rows);
-      } else {
-        wgmma_commit();  // an empty group
+        wgmma_commit();
+      } else {           // an empty group
+        wgmma_fence();  // without it ptxas puts one in, and says so
+        wgmma_commit();
       }
-      wgmma_wait<1>();
+      wgmma_wait<1>();  // dq is done
       random_delay(t);
       mbarrier_wait(turn, full_parity(use));
       send_dq(dq, reinterpret_cast<float4*>(params.dq_accum) +
