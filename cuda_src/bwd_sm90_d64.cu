@@ -71,6 +71,9 @@ DC_FN void load_tiles(SharedStorage& smem, const BackwardParams& params, const B
 // slots = 2, freed of one rule (parts in order), and freeing a rule only lets more happen. A CTA of
 // a team takes its next work when the turn of all its parts has come, as the contract of the
 // schedules asks (turns_came); what then is left of them waits for nobody.
+//
+// With DC_UNORDERED every part is added when it is computed, to zeros that bwd_preprocess has put
+// there: to measure what the order costs.
 DC_FN void take_turns(SharedStorage& smem, const BackwardParams& params, int w) {
   const Barriers& barriers = smem.barriers;
   int step0 = 0;  // steps before this batch
@@ -83,7 +86,7 @@ DC_FN void take_turns(SharedStorage& smem, const BackwardParams& params, int w) 
     for (; i < batch.count; i += N_SOFTMAX) {
       const Step step = batch.steps[i];
       u32* semaphore = params.dq_semaphore + i64(step.tile_index) * DC_SEMAPHORE_STRIDE;
-      if (step.ticket > 0)
+      if (!DC_UNORDERED && step.ticket > 0)
         turnstile_wait(semaphore,
                        Turn{step.tile_index / ceil_div(params.q_len, Q_TILE),
                             batch.row0 / KV_TILE, step.q_tile, step.ticket},
@@ -93,7 +96,7 @@ DC_FN void take_turns(SharedStorage& smem, const BackwardParams& params, int w) 
       random_delay(i);
       mbarrier_arrive(smem_address(&barriers.turn[w]));
       mbarrier_wait(smem_address(&barriers.dq_added[w]), full_parity((step0 + i) / N_SOFTMAX));
-      if (batch.not_final >> i & 1) turnstile_release(semaphore);
+      if (!DC_UNORDERED && (batch.not_final >> i & 1)) turnstile_release(semaphore);
     }
     step0 += batch.count;
     mbarrier_arrive(smem_address(&barriers.batch_empty[n % N_BATCH]));

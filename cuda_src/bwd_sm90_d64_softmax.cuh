@@ -193,7 +193,7 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
       }
       float4* dq_at = reinterpret_cast<float4*>(params.dq_accum) +
                       i64(step.tile_index) * (Q_TILE * HEAD_DIM / 4) + 32 * warp + lane;
-      const bool is_first = step.ticket == 0;
+      const bool is_first = !DC_UNORDERED && step.ticket == 0;
       wgmma_wait<1>();  // dq is done
       random_delay(t);
       mbarrier_wait(turn, full_parity(use));

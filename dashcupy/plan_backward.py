@@ -31,8 +31,9 @@ def backward_kernels(problem: Problem, config: BackwardConfig, shape: Shape,
     is_sm90 = config.kernel in config_sm90.BACKWARD_KERNELS
     shared = shared_defines(problem, config, "backward") | {
         "DC_ALIGNED": int(aligned), "DC_SEMAPHORE_STRIDE": SEMAPHORE_STRIDE}
-    if _takes_row_values(config):
-        shared["DC_ROW_VALUES"] = 1
+    if is_sm90:
+        shared |= {"DC_ROW_VALUES": int(_takes_row_values(config)),
+                   "DC_UNORDERED": int(not schedule.DETERMINISTIC)}
     n_tile = shape.n_q * problem.batch * problem.n_q_head
     n_work = schedules.total_work(schedule, shape, problem.batch * problem.n_kv_head)
     kernels: list[KernelPlan] = []

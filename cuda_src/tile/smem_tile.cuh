@@ -34,13 +34,13 @@ DC_FN void load_8(u32 (&word)[4], const Element* gmem) {
 #endif
 }
 
-// The same to global memory.
+// The same the other way.
 DC_FN void store_8(Element* gmem, const u32 (&word)[4]) {
 #if DC_ALIGNED
   *reinterpret_cast<uint4*>(gmem) = make_uint4(word[0], word[1], word[2], word[3]);
 #else
 #pragma unroll
-  for (int i = 0; i < 8; ++i) gmem[i] = Element(word[i / 2] >> 16 * (i % 2));
+  for (int i = 0; i < 4; ++i) gmem[2 * i] = Element(word[i]), gmem[2 * i + 1] = Element(word[i] >> 16);
 #endif
 }
 
