@@ -173,8 +173,8 @@ def _check_order(schedule: schedules.Schedule | None, config: Config) -> None:
     if schedule is None or schedule.DETERMINISTIC or config.kernel in BACKWARD_KERNELS:
         return
     raise UnsupportedError(
-        f"schedule={schedule.NAME!r} runs on {' and '.join(BACKWARD_KERNELS)} only (compute "
-        f"capability 9.0), and this problem is for {config.kernel}; use 'auto', or one of {', '.join(schedules.names())}")
+        f"schedule={schedule.NAME!r} runs on the Hopper backwards only (compute capability 9.0; "
+        f"{', '.join(BACKWARD_KERNELS)}), and this problem is for {config.kernel}; use 'auto', or one of {', '.join(schedules.names())}")
 
 
 def _forward_kernels(problem: Problem, config: Config, shape: Shape, aligned: bool,
