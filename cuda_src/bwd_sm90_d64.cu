@@ -10,7 +10,8 @@
 //
 //   Roles        warps   regs   does
 //   producer     0       24     k, v of a kv tile, q, dout, lse, delta of a step -> shared memory
-//   turn         1, 2    24     waits for the ticket of every second step, and ends its turn
+//   turn         1       24     waits for the ticket of each step
+//   release      2       24     ends the turn of each step
 //   planner      3       24     works from the counter -> batches of steps for all other roles
 //   softmax      4..11   160    S, P, dP, dS, dq of every second step (bwd_sm90_d64_softmax.cuh)
 //   gradient     12..15  168    dk, dv -> global memory (bwd_sm90_d64_gradient.cuh)
@@ -63,42 +64,59 @@ DC_FN void load_tiles(SharedStorage& smem, const BackwardParams& params, const B
   }
 }
 
-// Turn warp w waits until the ticket of a step of softmax warpgroup w has come, lets it add its
-// part, and ends the turn when all its warps have.
+// Waits for the ticket of each step, and then lets its softmax warpgroup add its part. Looks for the
+// next ticket while the one before is still being used, and leaves the release to another warp: its
+// fence takes as long as a step.
 //
-// Nothing hangs. A part is added once it is computed and its turn has come; a step is computed once
-// the part of two steps before has been added. That is the machine of dashcupy/simulate.py with
-// slots = 2, freed of one rule (parts in order), and freeing a rule only lets more happen. A CTA of
-// a team takes its next work when the turn of all its parts has come, as the contract of the
-// schedules asks (turns_came); what then is left of them waits for nobody.
+// Nothing hangs. A part is added once it is computed, its turn has come, and that of all earlier
+// steps; a step is computed once the part of two steps before has been added. That is the machine
+// of dashcupy/simulate.py with slots = 2 and the writer "pipelined". A CTA of a team takes its next
+// work when the turn of all its parts has come, as the contract of the schedules asks (turns_came);
+// what then is left of them waits for nobody.
 //
 // With DC_UNORDERED every part is added when it is computed, to zeros that bwd_preprocess has put
 // there: to measure what the order costs.
-DC_FN void take_turns(SharedStorage& smem, const BackwardParams& params, int w) {
+DC_FN void wait_for_turns(SharedStorage& smem, const BackwardParams& params) {
   const Barriers& barriers = smem.barriers;
-  int step0 = 0;  // steps before this batch
+  int t = 0;  // steps so far
   for (int n = 0;; ++n) {
     const Batch& batch = smem.batches[n % N_BATCH];
     mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
     if (batch.stop) return;
-    int i = (w ^ step0) & 1;
-    if (batch.ends_work && i >= batch.count) mbarrier_arrive(smem_address(&barriers.turns_came));
-    for (; i < batch.count; i += N_SOFTMAX) {
+    for (int i = 0; i < batch.count; ++i, ++t) {
       const Step step = batch.steps[i];
-      u32* semaphore = params.dq_semaphore + i64(step.tile_index) * DC_SEMAPHORE_STRIDE;
+      const int w = t % N_SOFTMAX;
       if (!DC_UNORDERED && step.ticket > 0)
-        turnstile_wait(semaphore,
+        turnstile_wait(params.dq_semaphore + i64(step.tile_index) * DC_SEMAPHORE_STRIDE,
                        Turn{step.tile_index / ceil_div(params.q_len, Q_TILE),
                             batch.row0 / KV_TILE, step.q_tile, step.ticket},
                        params.report);
-      if (batch.ends_work && i + N_SOFTMAX >= batch.count)
-        mbarrier_arrive(smem_address(&barriers.turns_came));
-      random_delay(i);
+      random_delay(t);
+      mbarrier_wait(smem_address(&barriers.turn_used[w]), empty_parity(t / N_SOFTMAX));
       mbarrier_arrive(smem_address(&barriers.turn[w]));
-      mbarrier_wait(smem_address(&barriers.dq_added[w]), full_parity((step0 + i) / N_SOFTMAX));
-      if (!DC_UNORDERED && (batch.not_final >> i & 1)) turnstile_release(semaphore);
     }
-    step0 += batch.count;
+    if (batch.ends_work) mbarrier_arrive(smem_address(&barriers.turns_came));
+    mbarrier_arrive(smem_address(&barriers.batch_empty[n % N_BATCH]));
+  }
+}
+
+// Ends the turn of each step when all warps have added their part.
+DC_FN void end_turns(SharedStorage& smem, const BackwardParams& params) {
+  const Barriers& barriers = smem.barriers;
+  int t = 0;  // steps so far
+  for (int n = 0;; ++n) {
+    const Batch& batch = smem.batches[n % N_BATCH];
+    mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
+    if (batch.stop) return;
+    for (int i = 0; i < batch.count; ++i, ++t) {
+      const int w = t % N_SOFTMAX;
+      mbarrier_wait(smem_address(&barriers.dq_added[w]), full_parity(t / N_SOFTMAX));
+      mbarrier_arrive(smem_address(&barriers.turn_used[w]));
+      random_delay(t);
+      if (!DC_UNORDERED && (batch.not_final >> i & 1))
+        turnstile_release(params.dq_semaphore +
+                          i64(batch.steps[i].tile_index) * DC_SEMAPHORE_STRIDE);
+    }
     mbarrier_arrive(smem_address(&barriers.batch_empty[n % N_BATCH]));
   }
 }
@@ -118,8 +136,10 @@ extern "C" __global__ void __launch_bounds__(N_THREAD, 1)
       plan_steps(smem, params, lane);
     else if (warp == PRODUCER_WARP && lane == 0)
       load_tiles(smem, params, maps);
-    else if (warp >= FIRST_TURN_WARP && lane == 0)
-      take_turns(smem, params, warp - FIRST_TURN_WARP);
+    else if (warp == TURN_WARP && lane == 0)
+      wait_for_turns(smem, params);
+    else if (warp == RELEASE_WARP && lane == 0)
+      end_turns(smem, params);
   } else if (warpgroup == GRADIENT_WARPGROUP) {
     raise_registers<GRADIENT_REGISTERS>();
     sum_gradients(smem, params, warp, lane);

@@ -24,7 +24,7 @@ BACKWARD_KERNELS = tuple(loop[0] for loop in BACKWARD_LOOPS.values())
 # Scales for which lse / scale, and what hides a key, stay inside float32 (tile/row_values.cuh).
 _ROW_VALUE_SCALES = (2.0**-20, 2.0**20)
 _BATCH_STEPS, _N_BATCH = 8, 4
-_BATCHES_BYTES = _N_BATCH * (16 * _BATCH_STEPS + 4 * 13)
+_BATCHES_BYTES = _N_BATCH * (16 * _BATCH_STEPS + 4 * 12)
 ROW_VALUE_BYTES = 16
 
 # By columns of a tile: (kv_tile, consumer warpgroups, stages of k and of v, stages of q,
@@ -124,7 +124,7 @@ def backward_smem_bytes(pad: int) -> int:
         # k and v twice; q, dout, lse and delta; P and dS of two warpgroups; dk and dv.
         tiles = (4 * kv_bytes + stages * (2 * q_bytes + 2 * 4 * q_tile) + 4 * score_bytes
                  + 2 * kv_bytes)
-        barriers = 2 * stages + 4 * 2 + 2 * 2 + 2 * _N_BATCH + 1
+        barriers = 2 * stages + 2 * 2 + 5 * 2 + 2 * _N_BATCH + 1
     else:
         # k and v; q and dout, dS, the part of dq, row values.
         tiles = 2 * kv_bytes + stages * (2 * q_bytes + score_bytes + 4 * q_tile * pad

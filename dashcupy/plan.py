@@ -174,7 +174,8 @@ def _check_order(schedule: schedules.Schedule | None, config: Config) -> None:
         return
     raise UnsupportedError(
         f"schedule={schedule.NAME!r} runs on the Hopper backwards only (compute capability 9.0; "
-        f"{', '.join(BACKWARD_KERNELS)}), and this problem is for {config.kernel}; use 'auto', or one of {', '.join(schedules.names())}")
+        f"{', '.join(BACKWARD_KERNELS)}), and this problem is for {config.kernel}; use "
+        f"'auto', or one of {', '.join(schedules.names())}")
 
 
 def _forward_kernels(problem: Problem, config: Config, shape: Shape, aligned: bool,
