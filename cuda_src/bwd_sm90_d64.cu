@@ -10,8 +10,7 @@
 //
 //   Roles        warps   regs   does
 //   producer     0       24     k, v of a kv tile, q, dout, lse, delta of a step -> shared memory
-//   turn         1       24     waits for the ticket of each step
-//   release      2       24     ends the turn of each step
+//   turn         1, 2    24     waits for the ticket of every second step, and ends its turn
 //   planner      3       24     works from the counter -> batches of steps for all other roles
 //   softmax      4..11   160    S, P, dP, dS, dq of every second step (bwd_sm90_d64_softmax.cuh)
 //   gradient     12..15  168    dk, dv -> global memory (bwd_sm90_d64_gradient.cuh)
@@ -64,59 +63,63 @@ DC_FN void load_tiles(SharedStorage& smem, const BackwardParams& params, const B
   }
 }
 
-// Waits for the ticket of each step, and then lets its softmax warpgroup add its part. Looks for the
-// next ticket while the one before is still being used, and leaves the release to another warp: its
-// fence takes as long as a step.
+// Turn warp w waits until the ticket of a step of softmax warpgroup w has come, lets it add its
+// part, and ends the turn when all its warps have. While they are at it, the warp looks whether the
+// ticket of their next step has come too, and says so before the release, whose fence takes about
+// as long as a step.
 //
-// Nothing hangs. A part is added once it is computed, its turn has come, and that of all earlier
-// steps; a step is computed once the part of two steps before has been added. That is the machine
-// of dashcupy/simulate.py with slots = 2 and the writer "pipelined". A CTA of a team takes its next
-// work when the turn of all its parts has come, as the contract of the schedules asks (turns_came);
-// what then is left of them waits for nobody.
+// Nothing hangs. A part is added once it is computed and its turn has come; a step is computed once
+// the part of two steps before has been added. That is the machine of dashcupy/simulate.py with
+// slots = 2, freed of one rule (parts in order), and freeing a rule only lets more happen. A CTA of
+// a team takes its next work when the turn of all its parts has come, as the contract of the
+// schedules asks (turns_came); what then is left of them waits for nobody.
 //
 // With DC_UNORDERED every part is added when it is computed, to zeros that bwd_preprocess has put
 // there: to measure what the order costs.
-DC_FN void wait_for_turns(SharedStorage& smem, const BackwardParams& params) {
+DC_FN void take_turns(SharedStorage& smem, const BackwardParams& params, int w) {
   const Barriers& barriers = smem.barriers;
-  int t = 0;  // steps so far
-  for (int n = 0;; ++n) {
-    const Batch& batch = smem.batches[n % N_BATCH];
+  const u32 turn = smem_address(&barriers.turn[w]);
+  const auto wait_for_batch = [&](int n) {
     mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
-    if (batch.stop) return;
-    for (int i = 0; i < batch.count; ++i, ++t) {
-      const Step step = batch.steps[i];
-      const int w = t % N_SOFTMAX;
-      if (!DC_UNORDERED && step.ticket > 0)
-        turnstile_wait(params.dq_semaphore + i64(step.tile_index) * DC_SEMAPHORE_STRIDE,
-                       Turn{step.tile_index / ceil_div(params.q_len, Q_TILE),
-                            batch.row0 / KV_TILE, step.q_tile, step.ticket},
-                       params.report);
-      random_delay(t);
-      mbarrier_wait(smem_address(&barriers.turn_used[w]), empty_parity(t / N_SOFTMAX));
-      mbarrier_arrive(smem_address(&barriers.turn[w]));
-    }
-    if (batch.ends_work) mbarrier_arrive(smem_address(&barriers.turns_came));
-    mbarrier_arrive(smem_address(&barriers.batch_empty[n % N_BATCH]));
-  }
-}
-
-// Ends the turn of each step when all warps have added their part.
-DC_FN void end_turns(SharedStorage& smem, const BackwardParams& params) {
-  const Barriers& barriers = smem.barriers;
-  int t = 0;  // steps so far
+  };
+  const auto semaphore_of = [&](const Step& step) {
+    return params.dq_semaphore + i64(step.tile_index) * DC_SEMAPHORE_STRIDE;
+  };
+  int step0 = 0;         // steps before this batch
+  bool granted = false;  // the softmax warps know that the turn of the next step has come
   for (int n = 0;; ++n) {
+    wait_for_batch(n);
     const Batch& batch = smem.batches[n % N_BATCH];
-    mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
     if (batch.stop) return;
-    for (int i = 0; i < batch.count; ++i, ++t) {
-      const int w = t % N_SOFTMAX;
-      mbarrier_wait(smem_address(&barriers.dq_added[w]), full_parity(t / N_SOFTMAX));
-      mbarrier_arrive(smem_address(&barriers.turn_used[w]));
-      random_delay(t);
-      if (!DC_UNORDERED && (batch.not_final >> i & 1))
-        turnstile_release(params.dq_semaphore +
-                          i64(batch.steps[i].tile_index) * DC_SEMAPHORE_STRIDE);
+    int i = (w ^ step0) & 1;
+    if (batch.ends_work && i >= batch.count) mbarrier_arrive(smem_address(&barriers.turns_came));
+    for (; i < batch.count; i += N_SOFTMAX) {
+      const Step& step = batch.steps[i];
+      if (!granted) {
+        if (!DC_UNORDERED && step.ticket > 0)
+          turnstile_wait(semaphore_of(step),
+                         Turn{step.tile_index / ceil_div(params.q_len, Q_TILE),
+                              batch.row0 / KV_TILE, step.q_tile, step.ticket},
+                         params.report);
+        random_delay(i);
+        mbarrier_arrive(turn);
+      }
+      if (batch.ends_work && i + N_SOFTMAX >= batch.count)
+        mbarrier_arrive(smem_address(&barriers.turns_came));
+      // The next step of this kv tile, if it is in this batch or begins the next one.
+      int j = i + N_SOFTMAX, m = n;
+      if (j >= batch.count && !batch.is_last) {
+        j -= batch.count, ++m;
+        wait_for_batch(m);
+      }
+      const Batch& there = smem.batches[m % N_BATCH];
+      granted = j < there.count && (DC_UNORDERED || turnstile_ready(semaphore_of(there.steps[j]),
+                                                                    there.steps[j].ticket));
+      mbarrier_wait(smem_address(&barriers.dq_added[w]), full_parity((step0 + i) / N_SOFTMAX));
+      if (granted) mbarrier_arrive(turn);
+      if (!DC_UNORDERED && (batch.not_final >> i & 1)) turnstile_release(semaphore_of(step));
     }
+    step0 += batch.count;
     mbarrier_arrive(smem_address(&barriers.batch_empty[n % N_BATCH]));
   }
 }
@@ -136,10 +139,8 @@ extern "C" __global__ void __launch_bounds__(N_THREAD, 1)
       plan_steps(smem, params, lane);
     else if (warp == PRODUCER_WARP && lane == 0)
       load_tiles(smem, params, maps);
-    else if (warp == TURN_WARP && lane == 0)
-      wait_for_turns(smem, params);
-    else if (warp == RELEASE_WARP && lane == 0)
-      end_turns(smem, params);
+    else if (warp >= FIRST_TURN_WARP && lane == 0)
+      take_turns(smem, params, warp - FIRST_TURN_WARP);
   } else if (warpgroup == GRADIENT_WARPGROUP) {
     raise_registers<GRADIENT_REGISTERS>();
     sum_gradients(smem, params, warp, lane);

@@ -12,7 +12,7 @@ static_assert(DC_HEAD_DIM % 8 == 0 && DC_HEAD_DIM <= HEAD_DIM, "columns past the
 // Warpgroup 0 helps, one role a warp.
 constexpr int N_SOFTMAX = 2, SOFTMAX_WARPS = 4 * N_SOFTMAX, GRADIENT_WARPS = 4;
 constexpr int GRADIENT_WARPGROUP = 1 + N_SOFTMAX;
-constexpr int PRODUCER_WARP = 0, TURN_WARP = 1, RELEASE_WARP = 2, PLANNER_WARP = 3;
+constexpr int PRODUCER_WARP = 0, FIRST_TURN_WARP = 1, PLANNER_WARP = 3;
 constexpr int N_STAGE = 4;     // q and dout tiles
 constexpr int N_KV_STAGE = 2;  // k and v tiles
 constexpr int N_THREAD = WARPGROUP_SIZE * (2 + N_SOFTMAX);
@@ -38,13 +38,12 @@ DC_FN bool needs_mask(const Mask& mask, int row0, int key0) {
 // kv_empty[s]       softmax warps   softmax, last dq of the tile done   producer       k, v
 // scores_full[w]    4 warps         softmax w, P and dS stored          gradient       p, ds
 // scores_empty[w]   gradient warps  gradient, dk of the step done       softmax w      p, ds
-// turn[w]           1               turn warp, ticket has come          softmax w      dq_accum
-// dq_added[w]       4 warps         softmax w, part of dq sent          release warp   dq_accum
-// turn_used[w]      1               release warp, part seen sent        turn warp      turn, dq_added
+// turn[w]           1               turn warp w, ticket has come        softmax w      dq_accum
+// dq_added[w]       4 warps         softmax w, part of dq sent          turn warp w    dq_accum, turn
 // batch_full[s]     1               planner                             all others     batches
-// batch_empty[s]    BATCH_READERS   producer, turn, release, softmax    planner        batches
-//                                   and gradient warps
-// turns_came        1               turn warp, turn of the last part    planner        the next work
+// batch_empty[s]    BATCH_READERS   producer, turn warps, softmax and   planner        batches
+//                                   gradient warps
+// turns_came        N_SOFTMAX       turn warps, turn of the last part   planner        the next work
 //                                   of a work has come
 // GRADIENTS (1)     128 threads     gradient                            gradient       dk, dv
 //
@@ -55,12 +54,12 @@ struct Barriers {
   u64 stage_full[N_STAGE], stage_empty[N_STAGE];
   u64 kv_full[N_KV_STAGE], kv_empty[N_KV_STAGE];
   u64 scores_full[N_SOFTMAX], scores_empty[N_SOFTMAX];
-  u64 turn[N_SOFTMAX], dq_added[N_SOFTMAX], turn_used[N_SOFTMAX];
+  u64 turn[N_SOFTMAX], dq_added[N_SOFTMAX];
   u64 batch_full[N_BATCH], batch_empty[N_BATCH];
   u64 turns_came;
 };
 constexpr int GRADIENTS = 1;  // named barrier
-constexpr int BATCH_READERS = 3 + SOFTMAX_WARPS + GRADIENT_WARPS;
+constexpr int BATCH_READERS = 1 + N_SOFTMAX + SOFTMAX_WARPS + GRADIENT_WARPS;
 
 // All tiles have rows of 128 bytes, swizzled (ptx/wgmma.cuh).
 struct alignas(1024) SharedStorage {
@@ -99,13 +98,12 @@ DC_FN void init_barriers(SharedStorage& smem) {
     init(b.scores_empty[w], GRADIENT_WARPS);
     init(b.turn[w], 1);
     init(b.dq_added[w], 4);
-    init(b.turn_used[w], 1);
   }
 #pragma unroll
   for (int s = 0; s < N_BATCH; ++s) {
     init(b.batch_full[s], 1);
     init(b.batch_empty[s], BATCH_READERS);
   }
-  init(b.turns_came, 1);
+  init(b.turns_came, N_SOFTMAX);
   mbarrier_init_fence();
 }

@@ -124,7 +124,7 @@ def backward_smem_bytes(pad: int) -> int:
         # k and v twice; q, dout, lse and delta; P and dS of two warpgroups; dk and dv.
         tiles = (4 * kv_bytes + stages * (2 * q_bytes + 2 * 4 * q_tile) + 4 * score_bytes
                  + 2 * kv_bytes)
-        barriers = 2 * stages + 2 * 2 + 5 * 2 + 2 * _N_BATCH + 1
+        barriers = 2 * stages + 2 * 2 + 4 * 2 + 2 * _N_BATCH + 1
     else:
         # k and v; q and dout, dS, the part of dq, row values.
         tiles = 2 * kv_bytes + stages * (2 * q_bytes + score_bytes + 4 * q_tile * pad
