@@ -87,15 +87,6 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
     mbarrier_arrive_warp(smem_address(&barriers.batch_empty[n % N_BATCH]), lane);
     ++n;
   };
-  // Moves on to the batch of step t; false if the kv tile ends before it.
-  const auto reach = [&](int t) {
-    while (t >= begin + warp_uniform(smem.batches[n % N_BATCH].count)) {
-      if (warp_uniform(smem.batches[n % N_BATCH].is_last != 0)) return false;
-      next_batch();
-      wait_for_batch();
-    }
-    return true;
-  };
   const auto q_rows = [&](int t) {
     return descriptor_low(smem_address(smem.q)) + t % N_STAGE * (Q_TILE_BYTES / 16);
   };
@@ -107,24 +98,28 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
     wait_for_batch();
     const Batch& first = smem.batches[n % N_BATCH];
     if (warp_uniform(first.stop != 0)) return;
-    const bool has_steps = warp_uniform(first.has_steps != 0);
+    const int kv_end = begin + warp_uniform(smem.steps_left[n % N_BATCH]);
     const int kv_tile = warp_uniform(first.kv_tile0), kv_stage = kv_tile % N_KV_STAGE;
     const u32 k_rows = descriptor_low(smem_address(smem.k[kv_stage]));
     const u32 v_rows = descriptor_low(smem_address(smem.v[kv_stage]));
+    int t = begin + ((begin ^ w) & 1);
     // Also without a step of our own: else we could arrive for the next tile of this stage before
     // the others have arrived for this one.
+    const bool has_steps = begin < kv_end;
     if (has_steps)
       mbarrier_wait(smem_address(&barriers.kv_full[kv_stage]), full_parity(kv_tile / N_KV_STAGE));
-    int t = begin + ((begin ^ w) & 1);
-    bool more = reach(t);
-    if (more) {
+    if (t < kv_end) {
       wait_for_stage(t);
       start_scores(s, q_rows(t), k_rows);
       wgmma_commit();
       wgmma_wait<0>();
     }
 #pragma unroll 1
-    while (more) {
+    for (; t < kv_end; t += N_SOFTMAX) {
+      while (t >= begin + warp_uniform(smem.batches[n % N_BATCH].count)) {
+        next_batch();
+        wait_for_batch();
+      }
       const Batch& batch = smem.batches[n % N_BATCH];
       const Step& step = batch.steps[t - begin];
       const int stage = t % N_STAGE, use = t / N_SOFTMAX;
@@ -183,11 +178,9 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
       const bool is_first = !DC_UNORDERED && step.ticket == 0;
       float4* dq_at = reinterpret_cast<float4*>(params.dq_accum) +
                       i64(step.tile_index) * (Q_TILE * HEAD_DIM / 4) + 32 * warp + lane;
-      t += N_SOFTMAX;
-      more = reach(t);
-      if (more) {
-        wait_for_stage(t);
-        start_scores(s, q_rows(t), k_rows);
+      if (t + N_SOFTMAX < kv_end) {
+        wait_for_stage(t + N_SOFTMAX);
+        start_scores(s, q_rows(t + N_SOFTMAX), k_rows);
         wgmma_commit();
       } else {           // an empty group
         wgmma_fence();  // without it ptxas puts one in, and says so
@@ -201,6 +194,10 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
       wgmma_wait<0>();
     }
     if (has_steps) mbarrier_arrive_warp(smem_address(&barriers.kv_empty[kv_stage]), lane);
-    next_batch();
+    for (bool is_last = false; !is_last;) {
+      is_last = warp_uniform(smem.batches[n % N_BATCH].is_last != 0);
+      next_batch();
+      if (!is_last) wait_for_batch();
+    }
   }
 }
