@@ -7,13 +7,15 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from dashcupy.errors import InvalidInputError
+
 RESULTS = Path(__file__).resolve().parent / "results" / "h200.json"
 
 # What a record measures: two records that agree on these are the same measurement made twice.
 KEY = ("direction", "head_dim", "causal", "dtype", "batch", "seqlen", "kv_len", "q_heads",
        "kv_heads", "peer", "schedule", "mode", "device")
 # What it found, and with what.
-VALUES = ("schedule_used", "ms", "ms_spread", "tflops", "same_bits", "host_us",
+VALUES = ("schedule_used", "ms", "ms_spread", "tflops", "same_bits", "host_us", "kernel",
           "source_digest", "driver", "cuda", "versions", "date")
 
 
@@ -27,12 +29,12 @@ def read(path: Path = RESULTS) -> list[dict]:
 
     Raises
     ------
-    ValueError
+    InvalidInputError
         The file holds something else.
     """
     found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
     if not isinstance(found, list) or not all(set(KEY) <= set(record) for record in found):
-        raise ValueError(f"{path} is no list of records; give another file")
+        raise InvalidInputError(f"{path} is no list of records; give another file")
     return found
 
 
