@@ -59,6 +59,12 @@ class Cell:
         return max(1, TOKENS // self.seqlen)
 
     @property
+    def key(self) -> tuple:
+        """The cell as `records.cell_of` has it."""
+        return (self.head_dim, not self.causal, self.seqlen, self.seqlen, self.batch,
+                self.n_q_head, self.n_kv_head)
+
+    @property
     def problem(self) -> Problem:
         """The same as dashcupy sees it."""
         return Problem(self.batch, self.seqlen, self.seqlen, self.n_q_head, self.n_kv_head,

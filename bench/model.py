@@ -11,11 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
+from dashcupy import schedules
 from dashcupy.cli_schedule import MAX_STEPS
-from dashcupy.schedules import Shape, names
+from dashcupy.schedules import Shape
 from dashcupy.simulate import Costs, simulate
 
-from . import ours, timing
+from . import ours, records, timing
 
 WRONG = 0.10  # a prediction that is further off is flagged
 # The adds are found from these multiples of the compute time, on lengths up to the longest at which
@@ -33,7 +34,7 @@ class Fit:
 
     Parameters
     ----------
-    device, kernel, head_dim
+    kernel, head_dim
         Of the measured times.
     n
         How many of them were used.
@@ -50,7 +51,6 @@ class Fit:
         reduce + latency that fit as well.
     """
 
-    device: str
     kernel: str
     head_dim: int
     n: int
@@ -76,23 +76,10 @@ class Fit:
 
 
 def usable(found: Iterable[Mapping]) -> list[Mapping]:
-    """Backward records of ours that can be simulated, one for each cell and schedule.
-
-    A time of ``auto`` stands in for the schedule that it came to where that was not timed itself.
-    """
-    mine = {}
-    for r in sorted(found, key=lambda r: r["schedule"] != "auto"):
-        kernel = r.get("kernel")
-        if (r["peer"] == "dashcupy" and r["direction"] == "backward" and kernel
-                and kernel["resident"] and r["schedule_used"] in names()
-                and _n_step(r) <= MAX_STEPS):
-            mine[_cell_of(r) + (r["schedule_used"],)] = r
-    return list(mine.values())
-
-
-def _cell_of(r: Mapping) -> tuple:
-    return tuple(r[name] for name in ("device", "head_dim", "causal", "batch", "seqlen", "kv_len",
-                                      "q_heads", "kv_heads"))
+    """Backward records of ours that can be simulated, one for each cell and schedule."""
+    return [r for (_, schedule), r in records.by_schedule(found).items()
+            if (r.get("kernel") or {}).get("resident") and schedule in schedules.names()
+            and _n_step(r) <= MAX_STEPS]
 
 
 def _shape_of(r: Mapping) -> Shape:
@@ -146,7 +133,7 @@ def fit(found: Sequence[Mapping]) -> Fit:
         tried.append((error, add, latency, fixed, compute))
     error, add, latency, fixed, compute = min(tried)
     hops = [1e3 * c * (a + lag) for e, a, lag, _, c in tried if e <= _EQUAL_FIT * error + 1e-4]
-    return Fit(first["device"], kernel, first["head_dim"], len(used), fixed, 1e3 * compute,
+    return Fit(kernel, first["head_dim"], len(used), fixed, 1e3 * compute,
                1e3 * compute * add, 1e3 * compute * latency, slots, writer, error, min(hops),
                max(hops))
 
@@ -167,7 +154,7 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 
 
 def predict(found: Iterable[Mapping]) -> dict:
-    """Fits of all kernels and the time that they give for every record.
+    """Fits of all kernels and the time that they give for every record of one card.
 
     Returns
     -------
@@ -176,17 +163,17 @@ def predict(found: Iterable[Mapping]) -> dict:
     """
     groups: dict[tuple, list[Mapping]] = {}
     for r in usable(found):
-        groups.setdefault((r["device"], r["head_dim"], r["kernel"]["name"]), []).append(r)
+        groups.setdefault((r["head_dim"], r["kernel"]["name"]), []).append(r)
     fits, predictions = [], []
-    for (_, head_dim, kernel), records in sorted(groups.items()):
-        timing.log(f"simulating {len(records)} times of {kernel}, head_dim {head_dim}")
-        fitted = fit(records)
+    for (head_dim, kernel), of_kernel in sorted(groups.items()):
+        timing.log(f"simulating {len(of_kernel)} times of {kernel}, head_dim {head_dim}")
+        fitted = fit(of_kernel)
         fits.append({name: round(value, 5) if isinstance(value, float) else value
                      for name, value in asdict(fitted).items()})
         predictions += [
-            {"cell": list(_cell_of(r)), "schedule": r["schedule_used"], "kernel": kernel,
+            {"cell": list(records.cell_of(r)), "schedule": r["schedule_used"], "kernel": kernel,
              "ms": r["ms"], "predicted_ms": round(fitted.ms(makespan(r, fitted.ratios)), 4)}
-            for r in records]
+            for r in of_kernel]
     return {"fits": fits, "predictions": predictions}
 
 
@@ -210,5 +197,10 @@ def write(results: Path, model: Mapping) -> None:
 
 def is_of(model: Mapping, found: Iterable[Mapping]) -> bool:
     """Whether a model was made from these very times."""
-    now = {(*_cell_of(r), r["schedule_used"]): r["ms"] for r in usable(found)}
-    return now == {(*p["cell"], p["schedule"]): p["ms"] for p in model["predictions"]}
+    now = {(records.cell_of(r), r["schedule_used"]): r["ms"] for r in usable(found)}
+    return now == {key: p["ms"] for key, p in by_schedule(model).items()}
+
+
+def by_schedule(model: Mapping) -> dict[tuple[tuple, str], Mapping]:
+    """Predictions by cell and schedule, as `records.by_schedule` has the measurements."""
+    return {(tuple(p["cell"]), p["schedule"]): p for p in model["predictions"]}

@@ -1,4 +1,4 @@
-"""What of ours is measured: schedules and plans, and their kernels, compiled before the clock runs."""
+"""What of ours is measured: schedules, plans, and kernels compiled before the clock runs."""
 
 from __future__ import annotations
 

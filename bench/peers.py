@@ -12,7 +12,7 @@ from pathlib import Path
 from dashcupy.errors import InvalidInputError
 
 _DET = "_det"  # at the end of a name: the deterministic mode, which differs in the backward only
-# Called as PyTorch's operators. Not cudnn_det: the operator would not refuse what it cannot promise.
+# Called as PyTorch's operators; not cudnn_det, which only the function around them refuses.
 _OPERATORS = ("fa2", "fa2_det", "cudnn")
 _BACKENDS = {"fa2": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION",
              "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}

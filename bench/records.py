@@ -63,6 +63,39 @@ def write(path: Path, new: Iterable[Mapping]) -> int:
     return len(merged)
 
 
+def cell_of(record: Mapping) -> tuple:
+    """The problem that was timed: head_dim, mask (causal first), length, batch and heads."""
+    return (record["head_dim"], not record["causal"], record["seqlen"], record["kv_len"],
+            record["batch"], record["q_heads"], record["kv_heads"])
+
+
+def by_schedule(found: Iterable[Mapping]) -> dict[tuple[tuple, str], Mapping]:
+    """Backward records of ours by cell and schedule.
+
+    A time of ``auto`` stands in for the schedule that it came to where that was not timed itself.
+    """
+    mine = {}
+    for record in sorted(found, key=lambda r: r["schedule"] != "auto"):
+        if (record["peer"], record["direction"]) == ("dashcupy", "backward"):
+            mine[cell_of(record), record["schedule_used"]] = record
+    return mine
+
+
+def device_of(found: Iterable[Mapping]) -> str:
+    """The one card of these records.
+
+    Raises
+    ------
+    InvalidInputError
+        There are several: each has a results file of its own.
+    """
+    devices = sorted({record["device"] for record in found})
+    if len(devices) != 1:
+        raise InvalidInputError(f"records of {', '.join(devices) or 'no card'}: give a results "
+                                f"file of one card")
+    return devices[0]
+
+
 def _sortable(key: tuple) -> tuple:
     # None, booleans, numbers and text do not compare with one another.
     return tuple((isinstance(part, str), part is not None, part if part is not None else 0)
