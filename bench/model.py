@@ -46,7 +46,7 @@ class Fit:
     slots, writer
         How the kernel adds its parts of dq.
     error
-        Root of the mean square of measured / predicted - 1 over those used.
+        Mean of abs(measured / predicted - 1) over those used.
     least_hop_us, most_hop_us
         reduce + latency that fit as well.
     """
@@ -129,7 +129,7 @@ def fit(found: Sequence[Mapping]) -> Fit:
     for add, latency in pairs:
         spans = np.array([makespan(r, Costs(1.0, add, latency, slots, writer)) for r in used])
         fixed, compute = _line(spans, measured)
-        error = float(np.sqrt(np.mean((measured / (fixed + compute * spans) - 1) ** 2)))
+        error = float(np.mean(np.abs(measured / (fixed + compute * spans) - 1)))
         tried.append((error, add, latency, fixed, compute))
     error, add, latency, fixed, compute = min(tried)
     hops = [1e3 * c * (a + lag) for e, a, lag, _, c in tried if e <= _EQUAL_FIT * error + 1e-4]

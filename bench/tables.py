@@ -144,7 +144,7 @@ def fit_line(fit: Mapping) -> str:
         f" (any from {fit['least_hop_us']:.2f} to {fit['most_hop_us']:.2f} fits as well)")
     return (f"`{fit['kernel']}`, head_dim {fit['head_dim']}: {fit['fixed_ms']:.3f} ms + makespan "
             f"with compute {fit['compute_us']:.2f} us, add and hand-off {hop:.2f} us{told}, "
-            f"{fit['slots']} slots; off by {100 * fit['error']:.1f} % (rms of {fit['n']} times).")
+            f"{fit['slots']} slots; off by {100 * fit['error']:.1f} % (mean of {fit['n']} times).")
 
 
 def is_wrong(prediction: Mapping) -> bool:
