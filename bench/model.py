@@ -78,8 +78,8 @@ class Fit:
 def usable(found: Iterable[Mapping]) -> list[Mapping]:
     """Backward records of ours that can be simulated, one for each cell and schedule."""
     return [r for (_, schedule), r in records.by_schedule(found).items()
-            if (r.get("kernel") or {}).get("resident") and schedule in schedules.names()
-            and _n_step(r) <= MAX_STEPS]
+            if (r.get("kernel") or {}).get("resident") and _n_step(r) <= MAX_STEPS
+            and schedule in (*schedules.names(), ours.UNORDERED)]
 
 
 def _shape_of(r: Mapping) -> Shape:

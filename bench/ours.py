@@ -18,13 +18,13 @@ UNORDERED = "unordered"  # adds without tickets: what determinism is compared wi
 
 def is_deterministic(schedule: str | None) -> bool:
     """Whether a schedule (``auto`` and None included) promises equal bits."""
-    known = schedule in schedules.names()
-    return not known or getattr(schedules.get(schedule), "DETERMINISTIC", True)
+    return schedule in (None, "auto") or schedules.get(schedule).DETERMINISTIC
 
 
 def chosen_schedules(text: str, causal: bool) -> list[str]:
-    """Schedules by names with commas, as far as they are defined for the mask; ``all``: auto, too.
+    """Schedules by names with commas, as far as they are defined for the mask.
 
+    ``all`` takes ``auto`` and ``unordered``, too.
     A name that this mask cannot use is meant for the cells of the other mask.
 
     Raises
@@ -33,11 +33,10 @@ def chosen_schedules(text: str, causal: bool) -> list[str]:
         A name is unknown.
     """
     mask = "causal" if causal else "full"
-    able = [name for name in schedules.names() if schedules.supports(name, mask)]
-    if text == "all":
-        return ["auto", *able]
     wanted = [name.strip() for name in text.split(",") if name.strip()]
-    return [name for name in wanted if name == "auto" or schedules.get(name).NAME in able]
+    if text == "all":
+        wanted = ["auto", *schedules.names(), UNORDERED]
+    return [name for name in wanted if name == "auto" or schedules.supports(name, mask)]
 
 
 def plan_or_skip(cell: cells.Cell, direction: str, capability: tuple[int, int],
@@ -98,6 +97,6 @@ def kernel_of(plan: Plan, device: int) -> dict:
         function = modules.load(main.kernel, main.defines, device,
                                 smem_bytes=main.smem_bytes).function
         per_sm = driver.occupancy(function, main.threads, main.smem_bytes)
-        found |= {"head_group": head_group(plan.problem),
+        found |= {"head_group": head_group(plan.problem, plan.config),
                   "resident": per_sm * driver.device(device).n_sm}
     return found

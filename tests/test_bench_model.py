@@ -65,16 +65,19 @@ def test_a_cell_that_something_else_limits_does_not_bend_the_fit():
     assert tables.predictions(made).count("!") == 1
 
 
-def test_unordered_is_simulated_without_turns(monkeypatch):
-    from bench import model, ours
-    from dashcupy import schedules
+def test_unordered_is_simulated_without_turns():
+    from bench import model
     costs = Costs(1.0, 0.6, 4.0, 2, "pipelined")
-    r = _records(costs, 0.2, 3.0)[0]
-    ordered = model.makespan(r, costs)
-    monkeypatch.setattr(ours, "is_deterministic", lambda name: False)
+    r = _records(costs, 0.2, 3.0)[0] | {"schedule_used": "unordered"}
+    shape = Shape(512, 512, 64, 128, True, 0)
+
+    def span(costs):
+        return simulate("unordered", shape, 6, 10, costs, q_per_kv=2, head_group=2).makespan
     free = dataclasses.replace(costs, ordered=False)
-    assert model.makespan(r, costs) == model.makespan(r, free) < ordered
-    assert "ascending" in schedules.names()
+    assert model.makespan(r, costs) == span(free)
+    assert model.predict([*_records(costs, 0.2, 3.0), of_schedule(
+        "unordered", **{k: r[k] for k in ("batch", "seqlen", "kv_len", "q_heads", "kv_heads",
+                                          "kernel")})])["fits"][0]["n"] == 12
 
 
 def test_what_cannot_be_simulated_is_left_out():
