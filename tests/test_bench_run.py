@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from dashcupy import cli
@@ -195,3 +196,61 @@ def test_command_line_runs_the_scripts(monkeypatch, capsys, tmp_path):
          "from dashcupy import cli; sys.exit(cli.main(['bench', 'cpu', '--length', '64']))"],
         cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and "ours / plain" in done.stdout, done.stderr
+
+
+def test_variants_call_what_their_labels_say(monkeypatch):
+    # A schedule that is timed under the name of another, or a mask that is forgotten.
+    import dashcupy
+    from bench import backward, cells, forward, harness, ours
+    cell, options = cells.Cell(64, True, 512), _options("--peers", "none")
+    arrays = np.random.default_rng(0).standard_normal((4, 1, 300, 1, 64), np.float32)
+    monkeypatch.setattr(harness, "draw", lambda cell: tuple(arrays))
+    q, k, v, dout = arrays
+    out, lse = dashcupy.attention(q, k, v, causal=True, return_lse=True)
+    asked = ["descending", "symmetric_shift"]
+    found = backward.variants(cell, options, ours.plan_or_skip(cell, "backward", (9, 0), asked))
+    assert [variant.label for variant in found] == [f"ours[{name}]" for name in asked]
+    for variant, name in zip(found, asked, strict=True):
+        wanted = dashcupy.attention_backward(dout, q, k, v, out, lse, causal=True, schedule=name)
+        assert all(map(np.array_equal, variant.call(), wanted))
+        assert variant.plan.schedule == name
+    variant, = forward.variants(cell, options, ours.plan_or_skip(cell, "forward", (9, 0), [None]))
+    assert all(map(np.array_equal, variant.call(), (out, lse)))
+    assert (variant.label, variant.plan.schedule) == ("ours", None)
+
+
+def test_kernels_are_compiled_once_each_before_the_clock_runs(monkeypatch, capsys):
+    # Compilation inside a cell, one kernel after the other, on a card that is paid by the minute.
+    from bench import cells, ours
+    from dashcupy.errors import CompileError
+    built = []
+
+    def build(kernel, defines, arch):
+        built.append((kernel, defines))
+        if "bwd" not in kernel:
+            raise CompileError("no")
+    monkeypatch.setattr(ours.modules, "build", build)
+    monkeypatch.setattr(ours.nvrtc, "default_library", lambda: None)
+    monkeypatch.setattr(ours.nvrtc, "choose_arch", lambda *_: "sm_90a")
+    asked = ours.chosen_schedules("all", causal=True)
+    plans = [plan for length in (512, 1024) for cell in [cells.Cell(128, True, length)]
+             for plan in (*ours.plan_or_skip(cell, "backward", (9, 0), asked).values(),
+                          *ours.plan_or_skip(cell, "forward", (9, 0), [None]).values())]
+    ours.compile_ahead(plans, (9, 0))
+    assert len(built) == len(set(built))
+    assert [kernel for kernel, _ in built].count("bwd_sm90") == len(asked) - 1  # auto is one
+    assert "FAILED: fwd_sm90: CompileError" in capsys.readouterr().err
+
+
+def test_record_names_what_the_model_must_know(monkeypatch):
+    from bench import cells, ours
+    cell = cells.Cell(128, True, 8192)
+    plan = ours.plan_or_skip(cell, "backward", (9, 0), ["auto"])["auto"]
+    monkeypatch.setattr(ours.modules, "load", lambda *_, **__: SimpleNamespace(function=7))
+    monkeypatch.setattr(ours.driver, "occupancy", lambda *_: 2)
+    monkeypatch.setattr(ours.driver, "device", lambda _: SimpleNamespace(n_sm=100))
+    assert ours.kernel_of(plan, 0) == {
+        "name": plan.config.kernel, "q_tile": plan.config.q_tile, "kv_tile": plan.config.kv_tile,
+        "head_group": ours.head_group(cell.problem, plan.config), "resident": 200}
+    forward = ours.plan_or_skip(cell, "forward", (9, 0), [None])[None]
+    assert ours.kernel_of(forward, 0)["resident"] is None
