@@ -74,9 +74,8 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool | str = 
     -----
     ``jax.vmap`` makes the mapped axis part of the batch: one launch, and an array that is not
     mapped is first broadcast. Its gradient is then summed over that axis by XLA.
-    ``jax.shard_map`` needs ``check_vma=False``; every device computes its own part. Without it, a
-    jit of sharded arrays gathers them and every device computes all. Forward mode (``jax.jvp``)
-    is refused.
+    A jit of sharded arrays gathers them, and every device computes all. ``jax.shard_map``, inside
+    jit and with ``check_vma=False``, lets every device compute its own part.
 
     On a GPU, XLA calls Python to enqueue the kernels on its stream, so a compiled program needs
     this process and can be neither exported nor cached on disk. Scratch memory comes from CuPy's
@@ -136,8 +135,6 @@ def _differentiable(options: _Options) -> Callable[..., tuple[jax.Array, jax.Arr
         if not isinstance(dlse, SymbolicZero):
             raise UnsupportedError("the loss depends on lse, through which no gradient is taken: "
                                    "use jax.lax.stop_gradient(lse) if that is meant")
-        if isinstance(dout, SymbolicZero):
-            return None, None, None
         q, k, v, out, lse = saved
         return _compute(backward, (q, k, v, out, dout, lse))
 
