@@ -269,7 +269,7 @@ def test_explain_tells_everything(direction, target):
               *[f"{r.name}: {r.n_bytes} bytes at {r.offset}" for r in plan.workspace]]
     if direction == "backward":
         wanted += [schedules.get(plan.schedule).DESCRIPTION,
-                   "for 'auto': a function of the mask alone"]
+                   "for 'auto': a function of the problem"]
     if target == H200:
         wanted.append({"forward": "q tiles of 8 of the 8 q", "backward": "works of 4 of the 4 kv"}
                       [direction] + " heads are handed out together")
