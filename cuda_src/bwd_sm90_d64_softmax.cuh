@@ -94,6 +94,19 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
     mbarrier_wait(smem_address(&barriers.stage_full[t % N_STAGE]), full_parity(t / N_STAGE));
   };
 
+  // What a step needs to know before S is there.
+  bool masked = false;
+  float lse_log2 = 0.f, lse_log2_8 = 0.f;
+  const auto look_up = [&](int t) {
+    while (t >= begin + warp_uniform(smem.batches[n % N_BATCH].count)) {
+      next_batch();
+      wait_for_batch();
+    }
+    masked = warp_uniform(smem.batches[n % N_BATCH].masked != 0);
+    const u32 lse_at = smem_address(&smem.lse_log2[t % N_STAGE][row]);
+    lse_log2 = ld_shared_f32(lse_at), lse_log2_8 = ld_shared_f32(lse_at + 32);
+  };
+
   for (;;) {  // kv tiles
     wait_for_batch();
     const Batch& first = smem.batches[n % N_BATCH];
@@ -112,26 +125,19 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
       wait_for_stage(t);
       start_scores(s, q_rows(t), k_rows);
       wgmma_commit();
+      look_up(t);
       wgmma_wait<0>();
     }
 #pragma unroll 1
-    for (; t < kv_end; t += N_SOFTMAX) {
-      while (t >= begin + warp_uniform(smem.batches[n % N_BATCH].count)) {
-        next_batch();
-        wait_for_batch();
-      }
+    while (t < kv_end) {
       const Batch& batch = smem.batches[n % N_BATCH];
       const Step& step = batch.steps[t - begin];
-      const int stage = t % N_STAGE, use = t / N_SOFTMAX;
+      const int use = t / N_SOFTMAX;
       float dp[64], dq[32];
       u32 ds[32];  // packed, as A operand
-      const u32 rows_at = smem_address(&smem.lse_log2[stage][row]);
-      const u32 delta_at = rows_at + N_STAGE * ROW_BYTES;
-      const float lse_log2 = ld_shared_f32(rows_at), lse_log2_8 = ld_shared_f32(rows_at + 32);
-      const float delta = ld_shared_f32(delta_at), delta_8 = ld_shared_f32(delta_at + 32);
       start_scores(dp, q_rows(t) + (N_STAGE * Q_TILE_BYTES) / 16, v_rows);
       wgmma_commit();
-      if (warp_uniform(batch.masked != 0))
+      if (masked)
         hide_keys(s, Mask{params.q_len, params.kv_len, params.mask_offset},
                   step.q_tile * Q_TILE + row, batch.row0 + 2 * (lane % 4));
       random_delay(t);
@@ -151,6 +157,8 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
         }
         stmatrix_x4(fragment(p_at, k), p[0], p[1], p[2], p[3]);
       }
+      const u32 delta_at = smem_address(&smem.delta[t % N_STAGE][row]);
+      const float delta = ld_shared_f32(delta_at), delta_8 = ld_shared_f32(delta_at + 32);
       wgmma_wait<0>();
 #pragma unroll
       for (int k = 0; k < N_KEY_STEP; ++k) {
@@ -175,9 +183,6 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
       wgmma_commit();
       fence_async_smem();  // P and dS: ordinary stores, read by wgmma of the gradient warps
       mbarrier_arrive_warp(scores_full, lane);
-      const bool is_first = !DC_UNORDERED && step.ticket == 0;
-      float4* dq_at = reinterpret_cast<float4*>(params.dq_accum) +
-                      i64(step.tile_index) * (Q_TILE * HEAD_DIM / 4) + 32 * warp + lane;
       if (t + N_SOFTMAX < kv_end) {
         wait_for_stage(t + N_SOFTMAX);
         start_scores(s, q_rows(t + N_SOFTMAX), k_rows);
@@ -186,11 +191,16 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
         wgmma_fence();  // without it ptxas puts one in, and says so
         wgmma_commit();
       }
+      float4* dq_at = reinterpret_cast<float4*>(params.dq_accum) +
+                      i64(step.tile_index) * (Q_TILE * HEAD_DIM / 4) + 32 * warp + lane;
+      const bool is_first = !DC_UNORDERED && step.ticket == 0;
       wgmma_wait<1>();  // dq is done
       random_delay(t);
       mbarrier_wait(turn, full_parity(use));
       send_dq(dq, dq_at, is_first);
       mbarrier_arrive_warp(dq_added, lane);
+      t += N_SOFTMAX;
+      if (t < kv_end) look_up(t);
       wgmma_wait<0>();
     }
     if (has_steps) mbarrier_arrive_warp(smem_address(&barriers.kv_empty[kv_stage]), lane);

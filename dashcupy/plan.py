@@ -129,7 +129,7 @@ def make_plan(problem: Problem, direction: str, target: Target, schedule: str = 
     config = choose_config(problem, direction, target)
     shape = _shape(problem, config)
     # A wrong name is refused for the forward too.
-    chosen = schedules.resolve(schedule, shape, teams=config.kernel.startswith("bwd_sm90"))
+    chosen = schedules.resolve(schedule, shape, config.kernel)
     chosen = chosen if direction == "backward" else None
     _check_order(chosen, config)
     name = chosen.NAME if chosen else None
@@ -301,11 +301,13 @@ def head_group(problem: Problem, config: BackwardConfig) -> int:
     Many heads at a time shorten the queue for each dq tile; few keep q, dout and dq_accum of the
     heads in flight inside L2. Measured on an H200 (bench/README.md): 16 heads at least, and up to
     2^17 rows with ``bwd_sm80``, whose CTAs wait for their turn; 2^14 with ``bwd_sm90``, whose dq
-    writers wait instead, and which outruns the memory behind L2.
+    writers wait instead, and which outruns the memory behind L2; 2^15 with ``bwd_sm90_d64``,
+    however few heads that are: a turn ends sooner when L2 holds the sum.
     """
     n_head = problem.batch * problem.n_kv_head
-    rows = 2**17 if config.kernel == "bwd_sm80" else 2**14
-    return max(1, min(n_head, max(16, rows // max(problem.kv_len, 1))))
+    rows, least = {"bwd_sm90": (2**14, 16), "bwd_sm90_d64": (2**15, 1)}.get(
+        config.kernel, (2**17, 16))
+    return max(1, min(n_head, max(least, rows // max(problem.kv_len, 1))))
 
 
 def scale_log2(problem: Problem) -> float:
