@@ -85,13 +85,13 @@ DC_FN void take_turns(SharedStorage& smem, const BackwardParams& params, int w) 
   const auto semaphore_of = [&](const Step& step) {
     return params.dq_semaphore + i64(step.tile_index) * DC_SEMAPHORE_STRIDE;
   };
-  int i = w;             // the next step, counted from the first of batch n
-  u32 parity = 0;        // of its phase of dq_added
-  bool granted = false;  // the softmax warps know that its turn has come
+  int step0 = 0;         // steps before this batch
+  bool granted = false;  // the softmax warps know that the turn of the next step has come
   for (int n = 0;; ++n) {
     wait_for_batch(n);
     const Batch& batch = smem.batches[n % N_BATCH];
     if (batch.stop) return;
+    int i = (w ^ step0) & 1;
     if (batch.ends_work && i >= batch.count) mbarrier_arrive(smem_address(&barriers.turns_came));
     for (; i < batch.count; i += N_SOFTMAX) {
       const Step& step = batch.steps[i];
@@ -115,12 +115,11 @@ DC_FN void take_turns(SharedStorage& smem, const BackwardParams& params, int w) 
       const Batch& there = smem.batches[m % N_BATCH];
       granted = j < there.count && (DC_UNORDERED || turnstile_ready(semaphore_of(there.steps[j]),
                                                                     there.steps[j].ticket));
-      mbarrier_wait(smem_address(&barriers.dq_added[w]), parity);
-      parity ^= 1;
+      mbarrier_wait(smem_address(&barriers.dq_added[w]), full_parity((step0 + i) / N_SOFTMAX));
       if (granted) mbarrier_arrive(turn);
       if (!DC_UNORDERED && (batch.not_final >> i & 1)) turnstile_release(semaphore_of(step));
     }
-    i -= batch.count;
+    step0 += batch.count;
     mbarrier_arrive(smem_address(&barriers.batch_empty[n % N_BATCH]));
   }
 }

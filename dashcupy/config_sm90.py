@@ -132,7 +132,6 @@ def backward_smem_bytes(pad: int) -> int:
         tiles = (4 * kv_bytes + stages * (2 * q_bytes + 2 * 4 * q_tile) + 4 * score_bytes
                  + 2 * kv_bytes)
         barriers = 2 * stages + 2 * 2 + 4 * 2 + 2 * _N_BATCH + 1
-        tiles += 4 * _N_BATCH  # steps left
     else:
         # k and v; q and dout, dS, the part of dq, row values.
         tiles = 2 * kv_bytes + stages * (2 * q_bytes + score_bytes + 4 * q_tile * pad
