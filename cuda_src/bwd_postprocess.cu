@@ -4,8 +4,8 @@
 // Rows that see no key are 0, whatever keys that other rows of their tile see left in dq_accum
 // (0 * NaN).
 //
-// dq_accum lies in the order of the accumulators (bwd_sm90_layout.cuh, bwd_sm90_d64_layout.cuh): two
-// columns of a row are together, so a tile goes through shared memory to become whole rows.
+// dq_accum lies in the order of the accumulators (bwd_sm90_layout.cuh, bwd_sm90_d64_layout.cuh):
+// two columns of a row are together, so a tile goes through shared memory to become whole rows.
 #include "params.cuh"
 #include "schedules/shape.cuh"
 #include "tile/mask.cuh"
@@ -30,7 +30,8 @@ extern "C" __global__ void __launch_bounds__(N_THREAD)
   const int first_row =
       Mask{params.q_len, params.kv_len, params.mask_offset}.first_row() - q_tile * Q_TILE;
   const float4* sum = reinterpret_cast<const float4*>(params.dq_accum) +
-                      i64(blockIdx.x) * (Q_TILE * HEAD_DIM_PAD / 4) + half * (COLUMNS / 8 * 128) + t;
+                      i64(blockIdx.x) * (Q_TILE * HEAD_DIM_PAD / 4) +
+                      half * (COLUMNS / 8 * 128) + t;
 #pragma unroll
   for (int j = 0; j < COLUMNS / 8; ++j) {
     const float4 four = sum[j * 128];

@@ -31,21 +31,21 @@ DC_FN bool needs_mask(const Mask& mask, int row0, int key0) {
   return mask.cuts(row0, key0, KV_TILE);
 }
 
-// Barrier           arrivals        signalled by                        waited on by   guards
-// stage_full[s]     1 + bytes       producer                            softmax        q, dout, rows
-// stage_empty[s]    gradient warps  gradient, dk of the step done       producer       q, dout, rows
-// kv_full[s]        1 + bytes       producer                            softmax        k, v
-// kv_empty[s]       softmax warps   softmax, last dq of the tile done   producer       k, v
-// scores_full[w]    4 warps         softmax w, P and dS stored          gradient       p, ds
-// scores_empty[w]   gradient warps  gradient, dk of the step done       softmax w      p, ds
-// turn[w]           1               turn warp w, ticket has come        softmax w      dq_accum
-// dq_added[w]       4 warps         softmax w, part of dq sent          turn warp w    dq_accum, turn
-// batch_full[s]     1               planner                             all others     batches
-// batch_empty[s]    BATCH_READERS   producer, turn warps, softmax and   planner        batches
-//                                   gradient warps
-// turns_came        N_SOFTMAX       turn warps, turn of the last part   planner        the next work
-//                                   of a work has come
-// GRADIENTS (1)     128 threads     gradient                            gradient       dk, dv
+// Barrier          arrivals        signalled by                       waited on by  guards
+// stage_full[s]    1 + bytes       producer                           softmax       q, dout, rows
+// stage_empty[s]   gradient warps  gradient, dk of the step done      producer      q, dout, rows
+// kv_full[s]       1 + bytes       producer                           softmax       k, v
+// kv_empty[s]      softmax warps   softmax, last dq of the tile done  producer      k, v
+// scores_full[w]   4 warps         softmax w, P and dS stored         gradient      p, ds
+// scores_empty[w]  gradient warps  gradient, dk of the step done      softmax w     p, ds
+// turn[w]          1               turn warp w, ticket has come       softmax w     dq_accum
+// dq_added[w]      4 warps         softmax w, part of dq sent         turn warp w   dq_accum, turn
+// batch_full[s]    1               planner                            all others    batches
+// batch_empty[s]   BATCH_READERS   producer, turn warps, softmax and  planner       batches
+//                                  gradient warps
+// turns_came       N_SOFTMAX       turn warps, turn of the last part  planner       the next work
+//                                  of a work has come
+// GRADIENTS (1)    128 threads     gradient                           gradient      dk, dv
 //
 // The gradient warps read q, dout and rows last: they wait for P and dS, which are made of all
 // that the softmax warps read there. P and dS are written by ordinary stores and read by wgmma:

@@ -40,7 +40,8 @@ DC_FN void store_8(Element* gmem, const u32 (&word)[4]) {
   *reinterpret_cast<uint4*>(gmem) = make_uint4(word[0], word[1], word[2], word[3]);
 #else
 #pragma unroll
-  for (int i = 0; i < 4; ++i) gmem[2 * i] = Element(word[i]), gmem[2 * i + 1] = Element(word[i] >> 16);
+  for (int i = 0; i < 4; ++i)
+    gmem[2 * i] = Element(word[i]), gmem[2 * i + 1] = Element(word[i] >> 16);
 #endif
 }
 
@@ -91,7 +92,11 @@ DC_FN void store_pair(Element* gmem, u32 pair) {
 // Eight neighbouring elements of a tile to gmem (column a multiple of 8).
 template <class Tile>
 DC_FN void store_chunk(Element* gmem, const Tile& tile, int row, int column) {
-  u32 word[4];
-  ld_shared_v4(word, tile.address(row, column));
-  store_8(gmem, word);
+  const Element* from = &tile.data[row * Tile::row_elements + column];
+#if DC_ALIGNED
+  *reinterpret_cast<uint4*>(gmem) = *reinterpret_cast<const uint4*>(from);
+#else
+#pragma unroll
+  for (int i = 0; i < 8; ++i) gmem[i] = from[i];
+#endif
 }

@@ -37,6 +37,16 @@
 //
 // What the bulk copy reads from shared memory was written by other threads through the generic
 // proxy: after their barrier the one thread needs fence.proxy.async for shared memory as well.
+//
+// With additions from the registers of several warps (bwd_sm90_d64) nothing leaves the generic
+// proxy, so no proxy fence is needed, and the two CTA barriers are mbarriers:
+//
+//   one thread:    turnstile_wait or _ready(t), then an arrival at `turn`
+//   four warps:    wait for `turn`: what the one thread acquired happened before this
+//                  store (t = 0) or red.add, relaxed: the turn is exclusive, so each element has
+//                  one addition after another in the order of the releases
+//                  an arrival at `dq_added` for each warp, after all its lanes have added
+//   the thread:    waits for `dq_added`, turnstile_release: cumulative over the arrivals
 #pragma once
 #include "ptx/memory.cuh"
 
