@@ -98,8 +98,7 @@ DC_FN void take_turns(SharedStorage& smem, const BackwardParams& params, int w) 
       if (!granted) {
         if (!DC_UNORDERED && step.ticket > 0)
           turnstile_wait(semaphore_of(step),
-                         Turn{step.tile_index / ceil_div(params.q_len, Q_TILE),
-                              batch.row0 / KV_TILE, step.q_tile, step.ticket},
+                         Turn{step.tile_index, batch.row0 / KV_TILE, step.q_tile, step.ticket},
                          params.report);
         random_delay(i);
         mbarrier_arrive(turn);

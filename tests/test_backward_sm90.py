@@ -263,7 +263,7 @@ def test_debug_builds_report_who_was_stuck(gpu, monkeypatch):
     dashcupy.attention_backward(**arrays(dout=FakeArray(Q, "bfloat16", strides=(0, 0, 0, 1))))
     main = gpu.launches[-2]
     assert main.kernel == "bwd_sm90" and gpu.cleared == [(main.fields["report"], 32)]
-    gpu.report[:6] = 1, 13, 2, 4, 3, 1
+    gpu.report[:6] = 1, 13 * 5 + 4, 2, 4, 3, 1
     with pytest.raises(HangError, match=r"kv tile 2 .* q tile 4 \(batch 1, q head 5\).*ticket 3"):
         dashcupy.attention_backward(**arrays())
 

@@ -57,8 +57,6 @@ MAX_STACK_BYTES = 8
 # Where a build of the covering set does not keep to that: the largest today, to see it grow.
 MAX_STACK_BYTES_ON = {(8, 0): 24, (10, 0): 16}
 MAX_STACK_BYTES_OF_THE_PRODUCT = 32
-# Debug builds count in every wait.
-MAX_STACK_BYTES_OF_BOUNDED_WAITS = 16
 
 pytestmark = pytest.mark.skipif(not LIBRARIES, reason="no NVRTC: pip install 'dashcupy[test]'")
 
@@ -125,10 +123,7 @@ def test_the_hopper_backwards_keep_their_products_apart(which):
     """As above, with what stands at BACKWARDS."""
     kernels = [item for item in _kernels((9, 0), BACKWARDS) if item[0] in BACKWARD_KERNELS]
     assert len(kernels) == len(BACKWARDS) == 2 * (2 * 8 + 8)
-    bounded = [item for item in kernels if dict(item[1])["DC_DEBUG"]]
-    others = [item for item in kernels if item not in bounded]
-    faults = (_faults((9, 0), LIBRARIES[which], others, MAX_STACK_BYTES)
-              + _faults((9, 0), LIBRARIES[which], bounded, MAX_STACK_BYTES_OF_BOUNDED_WAITS))
+    faults = _faults((9, 0), LIBRARIES[which], kernels, MAX_STACK_BYTES)
     assert not faults, "\n".join(map(str, faults))
 
 

@@ -246,8 +246,8 @@ def test_debug_builds_report_who_was_stuck(gpu, monkeypatch):
     monkeypatch.setenv("DASHCUPY_DEBUG", "1")
     dashcupy.attention_backward(**backward_arrays())
     assert gpu.cleared == [(gpu.launches[-1].fields["report"], 32)]
-    gpu.report[:6] = 1, 13, 2, 4, 3, 1
-    with pytest.raises(HangError, match=r"kv tile 2 .* q tile 4 \(batch 1, q head 5\).*ticket 3 "
+    gpu.report[:6] = 1, 13 * 3 + 2, 2, 2, 3, 1
+    with pytest.raises(HangError, match=r"kv tile 2 .* q tile 2 \(batch 1, q head 5\).*ticket 3 "
                                         r"and saw 1"):
         dashcupy.attention_backward(**backward_arrays())
 

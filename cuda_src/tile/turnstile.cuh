@@ -51,7 +51,7 @@
 #include "ptx/memory.cuh"
 
 struct Turn {
-  int head, kv_tile, q_tile;  // who waits: for the report of a debug build
+  int tile_index, kv_tile, q_tile;  // who waits: for the report of a debug build
   u32 ticket;
 };
 
@@ -66,7 +66,7 @@ DC_FN void turnstile_wait(const u32* semaphore, const Turn& turn, u32* report) {
     if (ld_acquire(report) != 0) return;
     if (spin < (1u << 22)) continue;
     if (atomicCAS(report, 0u, 1u) == 0) {
-      report[1] = u32(turn.head);
+      report[1] = u32(turn.tile_index);
       report[2] = u32(turn.kv_tile);
       report[3] = u32(turn.q_tile);
       report[4] = turn.ticket;
