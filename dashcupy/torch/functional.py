@@ -132,7 +132,7 @@ def attend(name: str, arrays: tuple[torch.Tensor, ...], causal: bool | str, scal
     if not isinstance(schedule, str):
         schedules.get(schedule)  # says what is allowed
     kind = arrays[0].device.type
-    if torch.is_autocast_enabled(kind):
+    if kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         arrays = tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
                        for x in arrays)

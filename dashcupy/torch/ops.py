@@ -98,6 +98,9 @@ def _fake_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     *arrays, mask, scale, schedule = arguments
     is_deterministic(schedule, mask)
     q, k, v = _split(arrays)
+    if not q.device == k.device == v.device:
+        raise InvalidInputError(f"q is on {q.device}, k on {k.device} and v on {v.device}: all "
+                                f"must be on one device; move them")
     layouts = {name: Layout(x.shape, None, str(x.dtype).removeprefix("torch."))
                for name, x in zip("qkv", (q, k, v))}
     # Not the default scale, a root of a size that may be symbolic.
