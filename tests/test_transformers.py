@@ -84,8 +84,8 @@ def test_generation_with_a_growing_cache():
     net = model().eval()
     whole = net(input_ids=tokens()).logits
     first = net(input_ids=tokens()[:, :9], use_cache=True)
-    second = net(input_ids=tokens()[:, 9:16], past_key_values=first.past_key_values)
-    last = net(input_ids=tokens()[:, 16:], past_key_values=second.past_key_values)
+    second = net(input_ids=tokens()[:, 9:16], cache=first.past_key_values)
+    last = net(input_ids=tokens()[:, 16:], cache=second.past_key_values)
     torch.testing.assert_close(torch.cat((first.logits, second.logits, last.logits), 1), whole,
                                rtol=1e-4, atol=1e-6)
     options = {"attention_mask": ONES, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
@@ -101,9 +101,11 @@ def test_generation_with_a_growing_cache():
     ({"attention_mask": ONES[:, None, :, None].expand(2, 1, LENGTH, LENGTH).tril().bool()},
      "attention_mask is a tensor"),
     ({"position_ids": RESTARTED, "use_cache": False}, "packed sequences"),
+    ({"position_ids": RESTARTED, "use_cache": True}, "packed sequences"),
     ({"cu_seq_lens_q": torch.tensor([0, 8, LENGTH]), "use_cache": False}, "cu_seq_lens_q"),
     ({"output_attentions": True}, "output_attentions"),
-], ids=["left", "right", "short", "own mask", "positions", "cu_seq_lens", "weights"])
+], ids=["left", "right", "short", "own mask", "positions", "positions, cache", "cu_seq_lens",
+        "weights"])
 def test_batches_that_cannot_be_computed_are_refused(inputs, words):
     with pytest.raises(UnsupportedError, match=words):
         model()(input_ids=tokens(), **inputs)
@@ -147,3 +149,12 @@ def test_compiled_model_is_right_and_refuses_while_it_runs():
                           ({"position_ids": RESTARTED}, "packed sequences")):
         with pytest.raises(RuntimeError, match=words):
             compiled(input_ids=tokens(), use_cache=False, **inputs)
+
+
+def test_positions_are_looked_at_again_when_written():
+    """A static input of a training loop holds another batch at every step."""
+    net, positions = model(), torch.arange(LENGTH)[None].clone()
+    net(input_ids=tokens(), position_ids=positions, use_cache=True)
+    positions.copy_(RESTARTED)
+    with pytest.raises(UnsupportedError, match="packed sequences"):
+        net(input_ids=tokens(), position_ids=positions, use_cache=True)

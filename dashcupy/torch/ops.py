@@ -160,7 +160,7 @@ def _below_autograd(name: str, arguments: Sequence[Any]) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
         if not torch._C._are_functorch_transforms_active():
             return op(*arguments)
-        with torch.enable_grad():  # off inside a Function, and the transform around this one records
+        with torch.enable_grad():  # off inside a Function; the transform around this one needs it
             return op(*arguments)
 
 
