@@ -26,8 +26,8 @@ _CAUSAL = {mask: causal for causal, mask in reversed(CAUSAL_ARGUMENT.items())}
 # By name, and each with "_backward" after it; torch.ops takes a microsecond to find one.
 OPERATORS: dict[str, torch._ops.OpOverload] = {}
 
-# What it defines is gone when it is: it lives as long as this module. Without the decorator
-# torch.library.custom_op, whose checks for aliases and general autograd cost 18 us more a call.
+# What it defines goes with it, so it lives as long as this module. Not the decorator
+# torch.library.custom_op: its general checks and autograd take as long again (cuda_src/README.md).
 _LIBRARY = torch.library.Library("dashcupy", "DEF")
 
 
