@@ -1,11 +1,5 @@
 """Differentiable attention on a GPU: streams, graphs, compilation, devices, memory, models."""
 
-import dashcupy.torch
-import pytest
-from dashcupy import env
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
-
 from .support import (
     CAUSAL,
     DEVICE,
@@ -18,6 +12,13 @@ from .support import (
     run,
     torch,
 )
+
+# After support, which skips this file where there is no PyTorch.
+import dashcupy.torch
+import pytest
+from dashcupy import env
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.gpu
 
