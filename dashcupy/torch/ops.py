@@ -41,7 +41,7 @@ def is_deterministic(schedule: str, mask: str) -> bool:
         The schedule is unknown, or not defined for the mask.
     """
     shape = schedules.Shape.from_counts(1, 1, mask != "full")
-    return getattr(schedules.resolve(schedule, shape), "DETERMINISTIC", True)
+    return schedules.resolve(schedule, shape).DETERMINISTIC
 
 
 def _require_allowed(schedule: str, mask: str) -> None:
