@@ -208,6 +208,21 @@ def test_function_transforms():
     torch.testing.assert_close(jacobian, torch.func.jacrev(lambda q: truth(q, small, small))(small))
 
 
+@pytest.mark.parametrize("function", [dash.attention, truth])
+def test_no_grad_holds_for_the_transforms_around(function):
+    """The value is a constant of the outer gradient, too: q * constant has no second one."""
+    q, k, v = (x.detach() for x in tensors(9, 9, n_kv_head=4)[:3])
+
+    def inner(q):
+        with torch.no_grad():
+            constant = function(q, k, v)
+        return (q * constant).sum()
+
+    assert torch.equal(torch.func.grad(inner)(q), function(q, k, v))
+    outer = torch.func.grad(lambda q: torch.func.grad(inner)(q).sum())(q)
+    assert torch.equal(outer, torch.zeros_like(q))
+
+
 def test_only_what_is_asked_for_gets_a_gradient():
     q, k, v, dout = tensors()
     expected = gradients(dash.attention, q, k, v, dout)
