@@ -19,6 +19,7 @@ _DRAW_BYTES = 8 + 4 + 4
 _PROBE_LEN = 1024
 _PROBE_LEN_OF_REFERENCE = 512
 _PROBES = 3
+_SHORT_SCORES = 1 << 28  # seconds on one core
 # A backward has five products of matrices, a forward two.
 _BACKWARD_WORK = 2.5
 
@@ -46,7 +47,12 @@ def require_memory(case: Case, n_backward: int) -> None:
 
 def estimate_seconds(subject: Subject, work: list[tuple[Case, list[str]]],
                      settings: Settings) -> float:
-    """Time on the CPU, from that of a small problem of the same kind."""
+    """Time on the CPU, from that of a small problem of the same kind; 0 if it is short anyway."""
+    calls = sum(settings.repeats - 1 for test in ("repeats", "load") if test in settings.tests)
+    calls += 1 + sum(test in settings.tests for test in ("batch", "strided", "process"))
+    scores = calls * sum(each.n_score * (1 + _BACKWARD_WORK * len(names)) for each, names in work)
+    if scores < _SHORT_SCORES:
+        return 0.0
     case, _ = work[0]
     p = case.problem
     probe = Problem(1, _PROBE_LEN, _PROBE_LEN, p.q_per_kv, 1, p.head_dim, p.dtype, p.mask, p.scale)
@@ -54,10 +60,7 @@ def estimate_seconds(subject: Subject, work: list[tuple[Case, list[str]]],
               for name, array in make_inputs(case.inputs, probe).items()}
     per_score = _best(lambda: subject.compute(probe, FORWARD, arrays, {})) / (
         _PROBE_LEN * _PROBE_LEN * p.q_per_kv)
-    calls = sum(settings.repeats - 1 for test in ("repeats", "load") if test in settings.tests)
-    calls += 1 + sum(test in settings.tests for test in ("batch", "strided", "process"))
-    seconds = sum(each.n_score * (1 + _BACKWARD_WORK * len(names)) * calls * per_score
-                  for each, names in work)
+    seconds = scores * per_score
     if settings.values:
         rows = _PROBE_LEN_OF_REFERENCE
         small = replace(probe, q_len=rows, kv_len=rows, n_q_head=1)
