@@ -8,6 +8,7 @@ import functools
 import math
 import sys
 import time
+from dataclasses import asdict
 
 from .. import schedules
 from ..config import GPU_DTYPES
@@ -108,6 +109,8 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - start
     made = record.make_record(subject, results, settings, seconds)
     comparison = expect.compare_records(made, expected, args.expect) if expected else None
+    if comparison:
+        made["expect"] = asdict(comparison) | {"ok": comparison.ok}
     if show:
         text.print_summary(results, seconds)
         if args.function:

@@ -55,8 +55,8 @@ def load_subject(spec: str, device: str, layout: str, forward_only: bool) -> Sub
     found = _find(spec)
     pair = _is_pair(found)
     if not pair and not callable(found):
-        raise InvalidInputError(f"--function {spec} is a {type(found).__name__}, and cannot be "
-                                f"called; allowed: {CONVENTION}")
+        raise InvalidInputError(f"--function {spec} is of type {type(found).__name__}, and cannot "
+                                f"be called; allowed: {' '.join(CONVENTION.split())}")
     if inspect.isclass(found):
         raise InvalidInputError(
             f"--function {spec} is a class: name an instance of it, or a function; of a "
@@ -162,9 +162,9 @@ class Call:
     def _words(self, error: Exception, arrays: tuple, options: dict) -> str:
         shapes = ", ".join("None" if x is None else str(tuple(x.shape)) for x in arrays)
         text = " ".join(str(error).split())[:500]
-        return (f"{self.spec} raised {type(error).__name__}: {text} (called with arrays of shapes "
-                f"{shapes} and {options}; it must be {CONVENTION.splitlines()[0]} ..., see "
-                f"`python -m dashcupy check --help`)")
+        return (f"{self.spec} raised {type(error).__name__}: {text}; it was called with arrays of "
+                f"shapes {shapes} and {options} (`python -m dashcupy check --help` says how a "
+                f"function must look)")
 
 
 def expected_results(problem: Problem, names: tuple[str, ...]) -> dict[str, tuple]:
