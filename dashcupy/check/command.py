@@ -21,7 +21,7 @@ from .cases import Case, default_cases, own_cases
 from .device import DEVICES, choose_place
 from .estimate import estimate_seconds, require_memory
 from .function import CONVENTION, LAYOUTS, load_subject
-from .run import CaseResult, Settings, n_steps, run_case
+from .run import REPEATED, CaseResult, Settings, n_steps, run_case
 from .subject import Dashcupy, Subject
 
 DESCRIPTION = """\
@@ -85,7 +85,7 @@ def add_parser(commands) -> None:
     own("--scale", type=float, metavar="X", help="factor on q k^T (default: 1/sqrt(head_dim))")
     other = parser.add_argument_group("somebody else's attention").add_argument
     other("--function", metavar="MODULE:NAME", help="check this instead of dashcupy, see below")
-    other("--layout", choices=LAYOUTS, default="bshd",
+    other("--layout", choices=LAYOUTS,
           help="axes of its arrays: b batch, s length, h heads, d head_dim (default: bshd)")
     other("--forward-only", action="store_true", help="it has no gradients")
     parser.set_defaults(run=run)
@@ -100,19 +100,25 @@ def run(args: argparse.Namespace) -> int:
     show = args.json != "-" and not args.digests_only
     # With the record on stdout, whatever a function of the user's prints goes elsewhere.
     with contextlib.redirect_stdout(sys.stderr) if args.json == "-" else contextlib.nullcontext():
-        subject = (load_subject(args.function, args.device, args.layout, args.forward_only)
-                   if args.function else Dashcupy(choose_place(args.device)))
+        subject = (load_subject(args.function, args.device, args.layout or LAYOUTS[0],
+                                args.forward_only)
+                   if args.function is not None else Dashcupy(choose_place(args.device)))
         work, settings = _work(args, subject), _settings(args, subject)
         if not args.digests_only and _given(args):
             _tell_size(subject, work, settings)
-        results = _run_all(args, subject, work, settings, show)
+        try:
+            results = _run_all(args, subject, work, settings, show)
+        except MemoryError as error:
+            raise InvalidInputError(
+                f"not enough memory ({error}): give a smaller --batch, --len, --kv-len or --heads, "
+                f"or one --schedule") from error
     seconds = time.perf_counter() - start
     made = record.make_record(subject, results, settings, seconds)
     comparison = expect.compare_records(made, expected, args.expect) if expected else None
     if comparison:
         made["expect"] = asdict(comparison) | {"ok": comparison.ok}
     if show:
-        text.print_summary(results, seconds)
+        text.print_summary(results, settings, seconds)
         if args.function:
             text.print_failures_of_others(results)
         if comparison:
@@ -131,17 +137,19 @@ def _run_all(args: argparse.Namespace, subject: Subject, work: list[tuple[Case, 
     with Progress(sum(steps), work=sum(n * case.n_score for n, (case, _) in zip(steps, work))
                   ) as progress:
         second = None
-        if process.TEST in settings.tests:
-            progress.start("second process")
-            second = process.run_process(_arguments(args))
         for case, names in work:
             progress.start(case.title)
             result = run_case(subject, case, names, settings, functools.partial(
                 progress.step, case.n_score))
-            results.append(process.with_process(result, second) if second else result)
+            if process.TEST in settings.tests:
+                if second is None:  # not before: what is wrong here is better told by this process
+                    progress.start("second process")
+                    second = process.run_process(_arguments(args))
+                result = process.with_process(result, second)
+            results.append(result)
             progress.clear()
             if show:
-                text.print_case(results[-1])
+                text.print_case(result)
     return results
 
 
@@ -163,11 +171,11 @@ def _work(args: argparse.Namespace, subject: Subject) -> list[tuple[Case, list[s
 
 def _cases(args: argparse.Namespace, subject: Subject) -> list[Case]:
     given = _given(args)
-    if args.forward_only and not args.function:
-        raise InvalidInputError("--forward-only goes with --function")
-    if not given and not args.function:
+    if args.function is None and (args.forward_only or args.layout):
+        raise InvalidInputError("--forward-only and --layout go with --function")
+    if not given and args.function is None:
         return default_cases(subject.place.target, args.quick)
-    sizes = (_DEFAULTS_OF_FUNCTIONS if args.function else _DEFAULTS) | given
+    sizes = (_DEFAULTS_OF_FUNCTIONS if args.function is not None else _DEFAULTS) | given
     sizes = {"kv_len": sizes["len"], "kv_heads": sizes["heads"]} | sizes
     for name, value in given.items():
         if type(value) is int and value < 1:
@@ -196,8 +204,12 @@ def _settings(args: argparse.Namespace, subject: Subject) -> Settings:
         raise InvalidInputError(f"--repeats {repeats}: must be at least 1")
     if not 0 <= args.seed <= _MAX_SEED:
         raise InvalidInputError(f"--seed {args.seed}: must be from 0 to 2**64 - 1")
-    return Settings(repeats, () if args.digests_only else _tests(args, kind), args.seed,
-                    not args.digests_only)
+    tests = () if args.digests_only else _tests(args, kind)
+    if repeats == 1:
+        if args.stress:
+            raise InvalidInputError("--stress compares calls: give --repeats 2 or more")
+        tests = tuple(test for test in tests if test not in REPEATED)
+    return Settings(repeats, tests, args.seed, not args.digests_only)
 
 
 def _tests(args: argparse.Namespace, kind: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from ..layout import numpy_dtype
 from ..problem import Problem
 from .cases import Case
 from .inputs import make_inputs
-from .run import Settings
+from .run import REPEATED, Settings
 from .subject import FORWARD, Subject
 from .truth import memory_bytes, references, reference_scores
 
@@ -48,7 +48,7 @@ def require_memory(case: Case, n_backward: int) -> None:
 def estimate_seconds(subject: Subject, work: list[tuple[Case, list[str]]],
                      settings: Settings) -> float:
     """Time on the CPU, from that of a small problem of the same kind; 0 if it is short anyway."""
-    calls = sum(settings.repeats - 1 for test in ("repeats", "load") if test in settings.tests)
+    calls = sum(settings.repeats - 1 for test in REPEATED if test in settings.tests)
     calls += 1 + sum(test in settings.tests for test in ("batch", "strided", "process"))
     scores = calls * sum(each.n_score * (1 + _BACKWARD_WORK * len(names)) for each, names in work)
     if scores < _SHORT_SCORES:

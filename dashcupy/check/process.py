@@ -43,8 +43,8 @@ def run_process(arguments: Sequence[str]) -> dict:
                               stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         if done.returncode not in (0, 1):
             raise DeviceError(f"the second process ended with status {done.returncode}: "
-                              f"{done.stderr.strip()[-500:]}; without it: leave {TEST!r} out of "
-                              f"--bits")
+                              f"{done.stderr.strip()[-500:]}; to do without it, leave {TEST} "
+                              f"out of --bits")
         return read_record(str(file))
 
 

@@ -72,9 +72,13 @@ def require_writable(file: str) -> None:
         With the system's reason.
     """
     if file != "-":
+        path = Path(file)
         try:
-            with open(file, "a"):
+            new = not path.exists()
+            with path.open("a"):
                 pass
+            if new:  # a check that is interrupted leaves nothing behind
+                path.unlink()
         except OSError as error:
             raise _unwritable(file, error) from error
 

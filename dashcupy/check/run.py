@@ -20,6 +20,8 @@ from .subject import FORWARD, Arrays, Subject
 from .truth import Truth
 
 EQUAL, DIFFERENT = "equal", "different"
+# Comparisons on the same arrays, ``Settings.repeats`` calls each; and those in other arrays.
+REPEATED = ("repeats", "load")
 _VARIANTS = ("alone", "batch", "strided")
 _PAD = 8  # elements behind each row of a strided view: rows stay aligned to 16 bytes
 
@@ -132,7 +134,7 @@ class Settings:
     repeats
         Times that each result is computed.
     tests
-        Comparisons of bits to make, of ``TESTS``.
+        Comparisons of bits to make, of ``TESTS``; those of ``REPEATED`` need two repeats.
     seed
         Of the inputs.
     values
@@ -225,8 +227,8 @@ class _CaseRun:
             run.first = {name: subject.place.get(array) for name, array in first.items()}
             if run.name == FORWARD:
                 self._results = first
-            for test in ("repeats", "load"):
-                if test in settings.tests and settings.repeats > 1:
+            for test in REPEATED:
+                if test in settings.tests:
                     self._compare(run, test, self._repeated(compute, test == "load"), run.first)
             if "graph" in settings.tests:
                 self._compare_graph(run)

@@ -10,7 +10,7 @@ from ..version import __version__
 from .bits import TESTS
 from .expect import Comparison
 from .inputs import INPUTS
-from .run import DIFFERENT, EQUAL, CaseResult, RunResult, Settings, TensorResult
+from .run import DIFFERENT, EQUAL, REPEATED, CaseResult, RunResult, Settings, TensorResult
 from .subject import Subject
 
 _WIDTH = 98
@@ -34,7 +34,7 @@ def print_head(subject: Subject, settings: Settings) -> None:
     if settings.tests:
         print(_BITS)
     for test in settings.tests:
-        times = f", {settings.repeats} calls in all" if test in ("repeats", "load") else ""
+        times = f", {settings.repeats} calls in all" if test in REPEATED else ""
         print(f"  {test:<8} {TESTS[test]}{times}")
     print(flush=True)
 
@@ -58,15 +58,17 @@ def print_case(result: CaseResult) -> None:
     print(flush=True)
 
 
-def print_summary(results: list[CaseResult], seconds: float) -> None:
+def print_summary(results: list[CaseResult], settings: Settings, seconds: float) -> None:
     """One line about all cases."""
     runs = [run for result in results for run in result.runs]
     failed = sum(not run.ok for run in runs)
     refused = sum(bool(run.refused) for run in runs)
     done = len(runs) - refused
-    text = (f"all {done} checks hold: errors within bounds, bits always the same" if not failed
-            else f"{failed} of {done} checks FAILED; please report this with the output of "
-                 f"`python -m dashcupy info`")
+    bits = ", bits always the same" if settings.tests else ""
+    text = f"all {done} checks hold: errors within bounds{bits}"
+    if failed:
+        text = (f"{failed} of {done} checks FAILED; please report this with the output of "
+                f"`python -m dashcupy info`")
     more = f" ({refused} refused, see above)" if refused else ""
     print(paint(text, "red" if failed else "green") + f"{more}; {duration(seconds)}")
 

@@ -42,7 +42,10 @@ def choose_torch_place(device: str, layout: str) -> Place:
         swapped = layout == "bhsd"
         array = np.ascontiguousarray(array.swapaxes(1, 2) if swapped else array)
         bits = array.view(f"i{array.itemsize}")
-        x = torch.from_numpy(bits.copy()).to("cuda" if on_gpu else "cpu")
+        try:
+            x = torch.from_numpy(bits.copy()).to("cuda" if on_gpu else "cpu")
+        except torch.cuda.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
         x = x.view(getattr(torch, array.dtype.name))
         return x.transpose(1, 2) if swapped else x
 
