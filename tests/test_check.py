@@ -184,6 +184,8 @@ def test_a_wrong_value_is_found_and_a_nan_keeps_the_record_valid(tmp_path, monke
         assert bad[0]["report"]["max_error"] == report
     text = capsys.readouterr().out
     assert "FAIL ascending" in text and "dv: wrong values: max error" in text
+    assert "4 of 8 checks FAILED; please report this" in text
+    assert "values   fails in 4 of 8: errors beyond their bounds" in text
 
 
 def test_a_hang_is_a_failure_and_the_other_schedules_go_on(tmp_path, monkeypatch, capsys):

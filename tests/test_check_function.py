@@ -25,7 +25,7 @@ def checked(tmp_path, monkeypatch, capsys):
         spec = f"{module}:{name}" if name else module
         status = cli.main([*ARGUMENTS, "--function", spec, *more, "--json", str(file)])
         captured = capsys.readouterr()
-        record = json.loads(file.read_text()) if file.read_text() else None
+        record = json.loads(file.read_text()) if file.exists() else None
         run.out = captured.out
         return status, record, captured.err.replace(module, "module")
     return run
@@ -162,6 +162,11 @@ class TestTorch:
         assert status == 0
         assert "strided not compared" in checked.out
 
+    def test_a_function_that_writes_its_arguments_is_found(self, checked):
+        source = _changed("calls.append(q.shape)", "v.data.mul_(2)")
+        status, _, error = checked(source, "f", *self.REPEATS)
+        assert status == 2 and "changes its argument v" in error
+
     def test_adapters_of_torch(self, capsys):
         arguments = [*ARGUMENTS, "--bits", "repeats", "--causal", "--kv-heads", "1"]
         for name in ("sdpa", "math"):
@@ -231,6 +236,13 @@ def test_wrong_values_of_a_pair_are_found(checked, old, new, fault):
 def test_what_is_no_attention_is_named(checked, source, name, words):
     status, _, error = checked(source, name, "--kv-len", "50")
     assert status == 2 and words in error and error.count("\n") == 1
+
+
+def test_a_function_that_writes_its_arguments_is_found(checked):
+    """The truth would be computed from other inputs than the results."""
+    source = PAIR.replace("return attention(", "q *= 2; return attention(", 1)
+    status, _, error = checked(source, "")
+    assert status == 2 and "read-only" in error
 
 
 def test_schedules_are_ours_alone(checked):

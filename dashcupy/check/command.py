@@ -29,9 +29,10 @@ Run the forward, and the backward with each schedule, on inputs that are hard in
 Every result is compared with float64, and its bits with those of other calls that must give the
 same. Exit status: 0 if all hold, 1 if not, 2 for an error."""
 _FUNCTIONS = f"""\
-A function of somebody else's is {CONVENTION}.
-causal is a bool, scale a float; is_causal, softmax_scale and sm_scale are known too. Arrays are
-[batch, len, heads, head_dim]. torch:sdpa, torch:math, torch:flash, torch:efficient and torch:cudnn
+A function of somebody else's is
+{CONVENTION}.
+Arrays are [batch, len, heads, head_dim], causal is a bool, scale a float; is_causal, softmax_scale
+and sm_scale are known too. torch:sdpa, torch:math, torch:flash, torch:efficient and torch:cudnn
 stand for torch's scaled_dot_product_attention."""
 _BITS = "\n".join(f"  {test:<8} {what}" for test, what in TESTS.items())
 REPEATS = {"cpu": 3, "gpu": 20}
@@ -118,9 +119,7 @@ def run(args: argparse.Namespace) -> int:
     if comparison:
         made["expect"] = asdict(comparison) | {"ok": comparison.ok}
     if show:
-        text.print_summary(results, settings, seconds)
-        if args.function:
-            text.print_failures_of_others(results)
+        text.print_summary(subject, results, settings, seconds)
         if comparison:
             text.print_comparison(comparison)
     if args.json:

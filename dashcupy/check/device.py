@@ -67,8 +67,15 @@ def choose_place(device: str = "auto") -> Place:
 
 def _cpu(why: str) -> Place:
     arithmetic = cpu.arithmetic_id()
-    return Place("cpu", "cpu", f"CPU, {arithmetic}", why, arithmetic, lambda x: x, np.asarray,
+    return Place("cpu", "cpu", f"CPU, {arithmetic}", why, arithmetic, _read_only, np.asarray,
                  load.on_cpu)
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    """A view through which nobody can change the inputs."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def _gpu() -> Place:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ..errors import HangError, UnsupportedError
+from ..errors import HangError, InvalidInputError, UnsupportedError
 from ..problem import Problem
 from ..reference import ErrorReport
 from .bits import TESTS, Difference, digest, first_difference
@@ -208,6 +208,7 @@ class _CaseRun:
             if test in self._settings.tests:
                 self._compare_variant(test)
                 self._on_step()
+        self._require_same_inputs()
         problem = self._case.problem
         truth = Truth(problem, self._host) if self._settings.values else None
         return CaseResult(self._case, tuple(self._finished(run, truth) for run in self._runs),
@@ -239,6 +240,12 @@ class _CaseRun:
                 raise
             run.refused = str(error)
         run.seconds += time.perf_counter() - start
+
+    def _require_same_inputs(self) -> None:
+        for name, array in self._arrays.items():
+            if first_difference(self._subject.place.get(array), self._host[name]):
+                raise InvalidInputError(f"{self._subject.title} changes its argument {name}, so "
+                                        f"its results cannot be compared: it must only read it")
 
     def _repeated(self, compute: Callable[[], Arrays], loaded: bool) -> Iterator[Arrays]:
         with self._subject.place.load() if loaded else nullcontext(lambda i: None) as nudge:

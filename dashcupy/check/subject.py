@@ -80,7 +80,7 @@ class Dashcupy:
     def compute(self, problem: Problem, name: str, arrays: Arrays, results: Arrays,
                 into: tuple[Any, ...] | None = None, **options) -> Arrays:
         options |= {"causal": _CAUSAL[problem.mask], "scale": problem.scale}
-        q, k, v = (arrays[name] for name in "qkv")
+        q, k, v = (arrays[x] for x in "qkv")
         if name == FORWARD:
             got = attention(q, k, v, return_lse=True, out=into, **options)
             return dict(zip(RESULTS[FORWARD], got))

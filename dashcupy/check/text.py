@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 
-from ..reference import ErrorReport
 from ..terminal import duration, paint
-from ..version import __version__
 from .bits import TESTS
 from .expect import Comparison
 from .inputs import INPUTS
 from .run import DIFFERENT, EQUAL, REPEATED, CaseResult, RunResult, Settings, TensorResult
-from .subject import Subject
+from .subject import Dashcupy, Subject
 
 _WIDTH = 98
 _VALUES = """\
@@ -25,8 +24,7 @@ _MAX_LINES = 20  # of one kind, in the comparison with another record
 def print_head(subject: Subject, settings: Settings) -> None:
     """What is checked, where and how."""
     place = subject.place
-    print(paint(subject.title, "bold") + f" (dashcupy {__version__})" * (
-        __version__ not in subject.title) + f" on {paint(place.title, 'bold')}")
+    print(f"{paint(subject.title, 'bold')} on {paint(place.title, 'bold')}")
     why = f"({place.kind.upper()} because: {place.why})"
     print(textwrap.fill(why, _WIDTH, initial_indent="  ", subsequent_indent="  ") + "\n")
     if settings.values:
@@ -58,8 +56,9 @@ def print_case(result: CaseResult) -> None:
     print(flush=True)
 
 
-def print_summary(results: list[CaseResult], settings: Settings, seconds: float) -> None:
-    """One line about all cases."""
+def print_summary(subject: Subject, results: list[CaseResult], settings: Settings,
+                  seconds: float) -> None:
+    """One line about all cases, and one for each kind of failure."""
     runs = [run for result in results for run in result.runs]
     failed = sum(not run.ok for run in runs)
     refused = sum(bool(run.refused) for run in runs)
@@ -67,25 +66,21 @@ def print_summary(results: list[CaseResult], settings: Settings, seconds: float)
     bits = ", bits always the same" if settings.tests else ""
     text = f"all {done} checks hold: errors within bounds{bits}"
     if failed:
-        text = (f"{failed} of {done} checks FAILED; please report this with the output of "
-                f"`python -m dashcupy info`")
+        text = f"{failed} of {done} checks FAILED"
+        if isinstance(subject, Dashcupy):
+            text += "; please report this with the output of `python -m dashcupy info`"
     more = f" ({refused} refused, see above)" if refused else ""
     print(paint(text, "red" if failed else "green") + f"{more}; {duration(seconds)}")
+    kinds = {"values": "errors beyond their bounds"} | TESTS
+    broken = Counter(kind for run in runs for kind in _broken(run))
+    for kind in filter(broken.get, kinds):
+        print(f"  {kind:<8} fails in {broken[kind]} of {done}: {kinds[kind]}")
 
 
-def print_failures_of_others(results: list[CaseResult]) -> None:
-    """For a function of somebody else's: which of the promises it breaks, in a line each."""
-    broken: dict[str, int] = {}
-    runs = [run for result in results for run in result.runs]
-    for run in runs:
-        if any(tensor.report is not None and not tensor.report.ok for tensor in run.tensors):
-            broken["values"] = broken.get("values", 0) + 1
-        for test, state in run.tests.items():
-            if state == DIFFERENT:
-                broken[test] = broken.get(test, 0) + 1
-    for test, count in broken.items():
-        what = TESTS.get(test, "errors beyond their bounds")
-        print(f"  {test:<8} fails in {count} of {len(runs)}: {what}")
+def _broken(run: RunResult) -> list[str]:
+    """Kinds of failures of a run."""
+    wrong = any(tensor.report is not None and not tensor.report.ok for tensor in run.tensors)
+    return ["values"] * wrong + [test for test, state in run.tests.items() if state == DIFFERENT]
 
 
 def print_comparison(comparison: Comparison) -> None:
@@ -134,12 +129,8 @@ def _short(value: float) -> str:
 def _faults(tensor: TensorResult) -> list[str]:
     faults = [str(difference) for difference in tensor.differences]
     if tensor.report is not None and not tensor.report.ok:
-        faults.insert(0, _values_text(tensor.report))
+        faults.insert(0, f"wrong values: {tensor.report}")
     return faults
-
-
-def _values_text(report: ErrorReport) -> str:
-    return f"wrong values: {report}"
 
 
 def _print_not_made(result: CaseResult) -> None:
