@@ -71,7 +71,7 @@ def digest_of(arrays: dict[str, np.ndarray]) -> str:
 def _bell(shape: tuple[int, ...], seed: int, stream: int) -> np.ndarray:
     """Sums of four 16-bit random numbers, centred, times 2**-15: within -4 .. 4, deviation 1.15."""
     size = int(np.prod(shape))
-    words = np.random.Philox(key=[seed, stream]).random_raw(size)
+    words = np.random.Philox(key=np.array([seed, stream], np.uint64)).random_raw(size)
     quarters = words.astype("<u8", copy=False).view("<u2").reshape(size, 4)
     total = quarters[:, 0].astype(np.int32)
     for i in range(1, 4):

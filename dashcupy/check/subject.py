@@ -124,10 +124,9 @@ class Dashcupy:
         row = index[_ROW_AXIS.get(tensor, 1)]
         if tensor in ("dk", "dv"):
             kv_tile = row // plan.config.kv_tile
-            steps = _steps(plan, kv_tile)
-            return f"kv tile {kv_tile}, which adds q tiles {_listed(steps)}"
+            return f"kv tile {kv_tile}, which adds q tiles {_listed(_steps(plan, kv_tile))}"
         q_tile = row // plan.config.q_tile
-        if tensor != "dq":
+        if tensor != "dq" or not schedules.get(plan.schedule).DETERMINISTIC:
             return f"q tile {q_tile}"
         return f"q tile {q_tile}, which adds kv tiles {_listed(_tickets(plan, q_tile))}"
 
