@@ -203,14 +203,31 @@ def test_a_hang_is_a_failure_and_the_other_schedules_go_on(tmp_path, monkeypatch
     assert "FAIL ascending: kv tile 3 gave up waiting" in capsys.readouterr().out
 
 
+def _refuse(monkeypatch, name):
+    real = subject.attention_backward
+
+    def backward(*args, schedule, **options):
+        if schedule == name:
+            raise UnsupportedError("needs 64 CTAs resident together")
+        return real(*args, schedule=schedule, **options)
+    monkeypatch.setattr(subject, "attention_backward", backward)
+
+
 def test_a_schedule_that_the_device_refuses_is_told_and_no_failure(tmp_path, monkeypatch, capsys):
-    def refuse(*_, **__):
-        raise UnsupportedError("needs 64 CTAs resident together")
-    monkeypatch.setattr(subject, "attention_backward", refuse)
-    status, record = _check(tmp_path, "--schedule", "ascending")
+    _refuse(monkeypatch, "ascending")
+    status, record = _check(tmp_path)
     assert status == 0
     assert record["cases"][0]["runs"][1]["refused"] == "needs 64 CTAs resident together"
-    assert "refused ascending: needs 64 CTAs" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "refused ascending: needs 64 CTAs" in text and "(4 refused, see above)" in text
+
+
+def test_a_schedule_that_was_asked_for_must_run(tmp_path, monkeypatch, capsys):
+    """Nothing of it was checked, and the status once was 0."""
+    _refuse(monkeypatch, "ascending")
+    status, record = _check(tmp_path, "--schedule", "ascending")
+    assert status == 1 and record["ok"] is False
+    assert "FAIL ascending: needs 64 CTAs resident together" in capsys.readouterr().out
 
 
 def _as_hopper(monkeypatch):
@@ -226,9 +243,9 @@ def test_a_shape_without_a_backward_still_has_its_forward_checked(tmp_path, monk
     def backward(*_, **__):
         make_plan(Problem(1, 9, 9, 1, 1, 192, "float16", "full", 1.0), "backward", (9, 0))
     monkeypatch.setattr(subject, "attention_backward", backward)
-    status, record = _check(tmp_path, "--schedule", "auto", "--head-dim", "192")
+    status, record = _check(tmp_path, "--head-dim", "192")
     assert status == 0
-    forward, refused = record["cases"][0]["runs"]
+    forward, refused, *_ = record["cases"][0]["runs"]
     assert forward["ok"] and len(forward["tensors"]) == 2 and "d192" in forward["fingerprint"]
     assert "head_dim=192 is not supported by the backward" in refused["refused"]
     assert refused["fingerprint"] == ""

@@ -208,7 +208,8 @@ def _settings(args: argparse.Namespace, subject: Subject) -> Settings:
         if args.stress:
             raise InvalidInputError("--stress compares calls: give --repeats 2 or more")
         tests = tuple(test for test in tests if test not in REPEATED)
-    return Settings(repeats, tests, args.seed, not args.digests_only)
+    required = args.schedule is not None or args.function is not None
+    return Settings(repeats, tests, args.seed, not args.digests_only, required)
 
 
 def _tests(args: argparse.Namespace, kind: str) -> tuple[str, ...]:

@@ -193,7 +193,6 @@ def require_result(spec: str, problem: Problem, name: str, shape: tuple, dtype: 
 class Function:
     """What functions of others share, whatever their arrays are."""
 
-    may_refuse = False
     place: Place
 
     def __init__(self, spec: str, version: str, calls: tuple[Call, ...], forward_only: bool):

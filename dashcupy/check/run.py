@@ -75,7 +75,8 @@ class RunResult:
     refused
         Why this device cannot run it; then there are no tensors. "" if it ran.
     error
-        What went wrong while it ran; then there are no tensors. "" if nothing did.
+        Why it failed before there were tensors: a wait was given up, or a refusal of what was
+        asked for. "" if it did not.
     """
 
     name: str
@@ -139,12 +140,15 @@ class Settings:
         Of the inputs.
     values
         Whether results are compared with float64.
+    required
+        Whether a backward that is refused is a failure: it was asked for by name.
     """
 
     repeats: int
     tests: tuple[str, ...] = ("repeats", *_VARIANTS)
     seed: int = 0
     values: bool = True
+    required: bool = False
 
 
 @dataclass
@@ -177,8 +181,8 @@ def run_case(subject: Subject, case: Case, names: list[str], settings: Settings,
     Raises
     ------
     UnsupportedError
-        There is no forward for the problem. A schedule that cannot run, or a backward that is not
-        there, is no error where the subject may refuse: the result says why.
+        There is no forward for the problem. A backward that cannot run is no error: the result
+        says why.
     """
     return _CaseRun(subject, case, names, settings, on_step).result()
 
@@ -236,9 +240,12 @@ class _CaseRun:
         except HangError as error:  # of a backward, in a debug build
             run.error = str(error)
         except UnsupportedError as error:
-            if run.name == FORWARD or not subject.may_refuse:
+            if run.name == FORWARD:
                 raise
-            run.refused = str(error)
+            if settings.required:
+                run.error = str(error)
+            else:
+                run.refused = str(error)
         run.seconds += time.perf_counter() - start
 
     def _require_same_inputs(self) -> None:

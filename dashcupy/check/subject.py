@@ -31,14 +31,11 @@ class Subject(Protocol):
         Where its arrays lie.
     takes_scale : bool
         Whether another scale than 1/sqrt(head_dim) can be asked for.
-    may_refuse : bool
-        Whether a backward that is refused is no failure.
     """
 
     title: str
     place: Place
     takes_scale: bool
-    may_refuse: bool
 
     def backwards(self, problem: Problem, asked: str | None) -> list[str]:
         """Names of the backwards for a problem, or the one that is asked for."""
@@ -60,7 +57,7 @@ class Dashcupy:
     """The functions of this package."""
 
     title = f"dashcupy {__version__}"
-    takes_scale = may_refuse = True
+    takes_scale = True
 
     def __init__(self, place: Place):
         self.place = place
