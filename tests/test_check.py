@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dashcupy import cli, config, driver, schedules
+from dashcupy import cli, config, schedules
 from dashcupy.check import cases, command, device, inputs, process, run, subject, truth
-from dashcupy.errors import DashcupyError, DeviceError, HangError, UnsupportedError
+from dashcupy.errors import HangError, UnsupportedError
 from dashcupy.plan import make_plan
 from dashcupy.problem import Problem
 from dashcupy.reference import attention_reference
@@ -343,22 +343,3 @@ def test_default_cases_sit_around_the_tiles(target):
     assert problems[0].q_len % tiles.q_tile == 1 and problems[0].kv_len % tiles.kv_tile == 1
     quick = cases.default_cases(target, quick=True)
     assert {case.inputs for case in quick} == set(inputs.INPUTS) and len(quick) < len(found)
-
-
-@pytest.mark.parametrize("devices, why", [
-    ([], "the driver sees no GPU"),
-    ([(7, 5)], "Old GPU has compute capability 7.5; the kernels need 8.0"),
-    (None, "no NVIDIA driver"),
-])
-def test_without_a_usable_gpu_the_cpu_is_taken_and_the_reason_told(monkeypatch, devices, why):
-    def found():
-        if devices is None:
-            raise DeviceError("no NVIDIA driver")
-        return tuple(driver.Device(0, "Old GPU", capability, 40, 1 << 30, 64 << 10)
-                     for capability in devices)
-    monkeypatch.setattr(driver, "devices", found)
-    monkeypatch.setattr(driver, "require_cupy", lambda: None)
-    place = device.choose_place("auto")
-    assert (place.kind, place.target) == ("cpu", "cpu") and why in place.why
-    with pytest.raises(DashcupyError, match=why):
-        device.choose_place("gpu")
