@@ -64,8 +64,20 @@ class Truth:
             return None, None
         exact, plain = self._exact[name], self._plain[name]
         factor = _FORWARD_FACTOR if name in ("out", "lse") else _GRADIENT_FACTOR
-        report = error_report(self._gather(name, got), exact, plain, factor=factor)
+        floor = self._lse_floor(exact) if name == "lse" else None
+        report = error_report(self._gather(name, got), exact, plain, factor=factor, floor=floor)
         return report, error_report(plain, exact, plain).max_error
+
+    def _lse_floor(self, exact: np.ndarray) -> float | None:
+        """Error of lse that tensor cores may make.
+
+        They add the products of 16 columns to a float32 sum at a time and cut off what does not
+        fit, always downwards; the plain formula rounds to nearest, and errors cancel.
+        """
+        if self._problem.dtype not in ("float16", "bfloat16"):
+            return None
+        largest = float(np.abs(exact[np.isfinite(exact)]).max(initial=32.0))
+        return -(-self._problem.head_dim // 16) * 2.0**-23 * largest
 
     def _gather(self, name: str, array: np.ndarray) -> np.ndarray:
         """The sampled groups of heads of an array, each as a sequence of its own."""
