@@ -69,9 +69,12 @@ struct alignas(1024) SharedStorage {
   u8 dk[KV_TILE_BYTES], dv[KV_TILE_BYTES];                   // on their way to global memory
   float lse_log2[N_STAGE][Q_TILE], delta[N_STAGE][Q_TILE];
   Batch batches[N_BATCH];
+  int steps_left[N_BATCH];  // of the kv tile, from that batch on
   Barriers barriers;
 };
 static_assert(sizeof(SharedStorage) == DC_SMEM_BYTES, "config.py counts another size");
+
+DC_FN void note_left(SharedStorage& smem, int n, int left) { smem.steps_left[n] = left; }
 
 // dq_accum of one q tile, as its accumulators lie in registers: float4 number j * 128 + t is
 // columns 8 j + 2 (t % 4) + {0, 1} of row 16 (t / 32) + t % 32 / 4 and, in its second half, of that

@@ -87,15 +87,6 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
     mbarrier_arrive_warp(smem_address(&barriers.batch_empty[n % N_BATCH]), lane);
     ++n;
   };
-  // Moves on to the batch of step t; false if the kv tile ends before it.
-  const auto reach = [&](int t) {
-    while (t >= begin + warp_uniform(smem.batches[n % N_BATCH].count)) {
-      if (warp_uniform(smem.batches[n % N_BATCH].is_last != 0)) return false;
-      next_batch();
-      wait_for_batch();
-    }
-    return true;
-  };
   const auto q_rows = [&](int t) {
     return descriptor_low(smem_address(smem.q)) + t % N_STAGE * (Q_TILE_BYTES / 16);
   };
@@ -103,40 +94,50 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
     mbarrier_wait(smem_address(&barriers.stage_full[t % N_STAGE]), full_parity(t / N_STAGE));
   };
 
+  // What a step needs to know before S is there.
+  bool masked = false;
+  float lse_log2 = 0.f, lse_log2_8 = 0.f;
+  const auto look_up = [&](int t) {
+    while (t >= begin + warp_uniform(smem.batches[n % N_BATCH].count)) {
+      next_batch();
+      wait_for_batch();
+    }
+    masked = warp_uniform(smem.batches[n % N_BATCH].masked != 0);
+    const u32 lse_at = smem_address(&smem.lse_log2[t % N_STAGE][row]);
+    lse_log2 = ld_shared_f32(lse_at), lse_log2_8 = ld_shared_f32(lse_at + 32);
+  };
+
   for (;;) {  // kv tiles
     wait_for_batch();
     const Batch& first = smem.batches[n % N_BATCH];
     if (warp_uniform(first.stop != 0)) return;
-    const bool has_steps = warp_uniform(first.has_steps != 0);
+    const int kv_end = begin + warp_uniform(smem.steps_left[n % N_BATCH]);
     const int kv_tile = warp_uniform(first.kv_tile0), kv_stage = kv_tile % N_KV_STAGE;
     const u32 k_rows = descriptor_low(smem_address(smem.k[kv_stage]));
     const u32 v_rows = descriptor_low(smem_address(smem.v[kv_stage]));
+    int t = begin + ((begin ^ w) & 1);
     // Also without a step of our own: else we could arrive for the next tile of this stage before
     // the others have arrived for this one.
+    const bool has_steps = begin < kv_end;
     if (has_steps)
       mbarrier_wait(smem_address(&barriers.kv_full[kv_stage]), full_parity(kv_tile / N_KV_STAGE));
-    int t = begin + ((begin ^ w) & 1);
-    bool more = reach(t);
-    if (more) {
+    if (t < kv_end) {
       wait_for_stage(t);
       start_scores(s, q_rows(t), k_rows);
       wgmma_commit();
+      look_up(t);
       wgmma_wait<0>();
     }
 #pragma unroll 1
-    while (more) {
+    while (t < kv_end) {
       const Batch& batch = smem.batches[n % N_BATCH];
       const Step& step = batch.steps[t - begin];
-      const int stage = t % N_STAGE, use = t / N_SOFTMAX;
+      const int use = t / N_SOFTMAX;
       float dp[64], dq[32];
       u32 ds[32];  // packed, as A operand
-      const u32 rows_at = smem_address(&smem.lse_log2[stage][row]);
-      const u32 delta_at = rows_at + N_STAGE * ROW_BYTES;
-      const float lse_log2 = ld_shared_f32(rows_at), lse_log2_8 = ld_shared_f32(rows_at + 32);
-      const float delta = ld_shared_f32(delta_at), delta_8 = ld_shared_f32(delta_at + 32);
       start_scores(dp, q_rows(t) + (N_STAGE * Q_TILE_BYTES) / 16, v_rows);
       wgmma_commit();
-      if (warp_uniform(batch.masked != 0))
+      if (masked)
         hide_keys(s, Mask{params.q_len, params.kv_len, params.mask_offset},
                   step.q_tile * Q_TILE + row, batch.row0 + 2 * (lane % 4));
       random_delay(t);
@@ -156,6 +157,8 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
         }
         stmatrix_x4(fragment(p_at, k), p[0], p[1], p[2], p[3]);
       }
+      const u32 delta_at = smem_address(&smem.delta[t % N_STAGE][row]);
+      const float delta = ld_shared_f32(delta_at), delta_8 = ld_shared_f32(delta_at + 32);
       wgmma_wait<0>();
 #pragma unroll
       for (int k = 0; k < N_KEY_STEP; ++k) {
@@ -180,27 +183,31 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
       wgmma_commit();
       fence_async_smem();  // P and dS: ordinary stores, read by wgmma of the gradient warps
       mbarrier_arrive_warp(scores_full, lane);
-      const bool is_first = !DC_UNORDERED && step.ticket == 0;
-      float4* dq_at = reinterpret_cast<float4*>(params.dq_accum) +
-                      i64(step.tile_index) * (Q_TILE * HEAD_DIM / 4) + 32 * warp + lane;
-      t += N_SOFTMAX;
-      more = reach(t);
-      if (more) {
-        wait_for_stage(t);
-        start_scores(s, q_rows(t), k_rows);
+      if (t + N_SOFTMAX < kv_end) {
+        wait_for_stage(t + N_SOFTMAX);
+        start_scores(s, q_rows(t + N_SOFTMAX), k_rows);
         wgmma_commit();
       } else {           // an empty group
         wgmma_fence();  // without it ptxas puts one in, and says so
         wgmma_commit();
       }
+      float4* dq_at = reinterpret_cast<float4*>(params.dq_accum) +
+                      i64(step.tile_index) * (Q_TILE * HEAD_DIM / 4) + 32 * warp + lane;
+      const bool is_first = !DC_UNORDERED && step.ticket == 0;
       wgmma_wait<1>();  // dq is done
       random_delay(t);
       mbarrier_wait(turn, full_parity(use));
       send_dq(dq, dq_at, is_first);
       mbarrier_arrive_warp(dq_added, lane);
+      t += N_SOFTMAX;
+      if (t < kv_end) look_up(t);
       wgmma_wait<0>();
     }
     if (has_steps) mbarrier_arrive_warp(smem_address(&barriers.kv_empty[kv_stage]), lane);
-    next_batch();
+    for (bool is_last = false; !is_last;) {
+      is_last = warp_uniform(smem.batches[n % N_BATCH].is_last != 0);
+      next_batch();
+      if (!is_last) wait_for_batch();
+    }
   }
 }

@@ -65,6 +65,8 @@ struct alignas(1024) SharedStorage {
 };
 static_assert(sizeof(SharedStorage) == DC_SMEM_BYTES, "config.py counts another size");
 
+DC_FN void note_left(SharedStorage&, int, int) {}  // nobody asks
+
 // dq_accum of one q tile, as its accumulators lie in registers: float4 number
 // (w * 8 + j) * 128 + t is columns 64 w + 8 j + 2 (t % 4) + {0, 1} of rows
 // 16 (t / 32) + t % 32 / 4 and, in its second half, that row + 8.

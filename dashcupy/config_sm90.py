@@ -137,9 +137,9 @@ def backward_smem_bytes(pad: int) -> int:
     q_tile, kv_tile, stages = BACKWARD_Q_TILE, BACKWARD_KV_TILE, BACKWARD_LOOPS[pad][2]
     q_bytes, kv_bytes, score_bytes = 2 * q_tile * pad, 2 * kv_tile * pad, 2 * q_tile * kv_tile
     if pad == 64:
-        # k and v twice; q, dout, lse and delta; P and dS of two warpgroups; dk and dv.
+        # k and v twice; q, dout, lse and delta; P and dS of two warpgroups; dk and dv; steps left.
         tiles = (4 * kv_bytes + stages * (2 * q_bytes + 2 * 4 * q_tile) + 4 * score_bytes
-                 + 2 * kv_bytes)
+                 + 2 * kv_bytes + 4 * _N_BATCH)
         barriers = 2 * stages + 2 * 2 + 4 * 2 + 2 * _N_BATCH + 1
     else:
         # k and v; q and dout, dS, the part of dq, row values.
