@@ -74,22 +74,14 @@ def gantt(results: Mapping[str, Simulation], costs: Costs, path: str | Path,
     UnsupportedError
         matplotlib is not installed.
     """
-    path = Path(path)
-    if path.suffix not in SUFFIXES:
-        raise InvalidInputError(f"cannot draw to {path}: the suffix must be one of "
-                                f"{', '.join(SUFFIXES)}")
     if not results:
         raise InvalidInputError("there is nothing to draw: give at least one simulation")
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UnsupportedError("drawing needs matplotlib, which is not installed; "
-                               "pip install 'dashcupy[plot]'") from None
-
     n_worker = max(len(result.busy) for result in results.values())
     lanes = max(0.9, min(0.3 * n_worker, MAX_PANEL_INCHES))
-    figure = Figure(figsize=(12, (lanes + 0.55) * len(results) + 1.0), layout="constrained")
+    figure = new_figure(path, 12, (lanes + 0.55) * len(results) + 1.0)
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
     panels = figure.subplots(len(results), 1, sharex=True, squeeze=False)[:, 0]
     end = max(_last_time(result, costs) for result in results.values()) or 1.0
     for axes, (name, result) in zip(panels, results.items(), strict=True):
@@ -99,12 +91,48 @@ def gantt(results: Mapping[str, Simulation], costs: Costs, path: str | Path,
     hidden = {"hand-off"} if not costs.latency else set()
     if costs.slots and n_worker > MAX_LANES:
         hidden = {"add", "hand-off"}
-    handles = [matplotlib.patches.Patch(color=colour, label=label)
+    handles = [Patch(color=colour, label=label)
                for label, colour in COLOURS.items() if label not in hidden]
-    handles.append(matplotlib.lines.Line2D([], [], color="black", ls="--", label="work bound"))
+    handles.append(Line2D([], [], color="black", ls="--", label="work bound"))
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False,
                   title=title or None)
-    # A fixed salt and no date: the same runs give the same file.
+    save_figure(figure, path)
+
+
+def new_figure(path: str | Path, width: float, height: float):
+    """An empty matplotlib figure that can be saved to ``path``; width and height in inches.
+
+    Raises
+    ------
+    InvalidInputError
+        The suffix is none of `SUFFIXES`.
+    UnsupportedError
+        matplotlib is not installed.
+    """
+    path = Path(path)
+    if path.suffix not in SUFFIXES:
+        raise InvalidInputError(f"cannot draw to {path}: the suffix must be one of "
+                                f"{', '.join(SUFFIXES)}")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UnsupportedError("drawing needs matplotlib, which is not installed; "
+                               "pip install 'dashcupy[plot]'") from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure, path: str | Path) -> None:
+    """Write a figure of `new_figure`; equal pictures give equal files.
+
+    Raises
+    ------
+    InvalidInputError
+        The file cannot be written.
+    """
+    import matplotlib
+
+    path = Path(path)
+    # A fixed salt and no date: the same picture gives the same file.
     metadata = {"Date": None} if path.suffix == ".svg" else None
     try:
         with matplotlib.rc_context({"svg.hashsalt": "dashcupy"}):
