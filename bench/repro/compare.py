@@ -19,8 +19,8 @@ class Comparison:
     ----------
     names
         The two files.
-    label
-        What ran, for a legend: the attention of the two.
+    labels
+        What each was, for a legend: its attention, and where it was resumed.
     steps
         Steps that both hold.
     losses
@@ -31,15 +31,18 @@ class Comparison:
         Options that were not the same, in words.
     differences
         What differs, in words; none if the runs are equal.
+    times
+        What a step took, and attention's share of it, in words.
     """
 
     names: tuple[str, str]
-    label: str
+    labels: tuple[str, str]
     steps: range
     losses: tuple[list[float], list[float]]
     compared: str
     options: tuple[str, ...]
     differences: tuple[str, ...]
+    times: str
 
     @property
     def equal(self) -> bool:
@@ -51,7 +54,7 @@ class Comparison:
         lines = [f"{self.names[0]} and {self.names[1]}: "
                  f"{'EQUAL' if self.equal else 'DIFFERENT'} ({self.compared})"]
         lines += [f"  option: {text}" for text in self.options]
-        return "\n".join(lines + [f"  {text}" for text in self.differences])
+        return "\n".join([*lines, *(f"  {text}" for text in self.differences), f"  {self.times}"])
 
 
 def compare(path_a: Path, path_b: Path) -> Comparison:
@@ -72,17 +75,27 @@ def compare(path_a: Path, path_b: Path) -> Comparison:
     found = [_first_loss(a, b, steps), _first_norm(a, b, steps), _first_gradient(a, b, hashed)]
     if same_end:
         found.append(_weights(a, b))
-    labels = sorted({r["config"]["attention"] for r in (a, b)})
     return Comparison(
-        (str(path_a), str(path_b)), " and ".join(labels), steps,
+        (str(path_a), str(path_b)), (_label(a), _label(b)), steps,
         tuple([r["losses"][step - r["first_step"]] for step in steps] for r in (a, b)),
         f"losses and gradient norms of steps {steps[0]} to {steps[-1]}, all gradients at "
         f"{len(hashed)} of them, {'final weights' if same_end else 'not the final weights'}",
-        tuple(_options(a["config"], b["config"])), tuple(text for text in found if text))
+        tuple(_options(a["config"], b["config"])), tuple(text for text in found if text),
+        f"median step {_time(a)} and {_time(b)}")
 
 
 def _end(r: Mapping) -> int:
     return r["first_step"] + len(r["losses"])
+
+
+def _label(r: Mapping) -> str:
+    name, first = r["config"]["attention"], r["first_step"]
+    return f"{name}, resumed at step {first}" if first else name
+
+
+def _time(r: Mapping) -> str:
+    share = 100 * r["attention"]["share_of_step"]
+    return f"{r['step_ms_median']:.1f} ms (attention {share:.0f} %)"
 
 
 def _options(a: Mapping, b: Mapping) -> Iterable[str]:

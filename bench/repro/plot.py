@@ -31,29 +31,39 @@ def draw(comparisons: Sequence[Comparison], path: str | Path) -> None:
         As for `dashcupy.draw.new_figure` and `dashcupy.draw.save_figure`.
     """
     figure = new_figure(path, 9, 6.5)
+    from matplotlib.ticker import MaxNLocator
+
     above, below = figure.subplots(2, 1, sharex=True)
     for number, found in enumerate(comparisons):
         colour = COLOURS[number % len(COLOURS)]
         first, second = found.losses
-        # The second run lies over the first: where they part, both colours are seen.
-        above.plot(found.steps, first, color=colour, lw=2.6, alpha=0.4,
-                   label=f"{found.label}, run 1")
-        above.plot(found.steps, second, color=colour, lw=1, ls="--", label=f"{found.label}, run 2")
+        # The second run lies over the first: where they part, both are seen.
+        above.plot(found.steps, first, color=colour, lw=2.6, alpha=0.4)
+        above.plot(found.steps, second, color=colour, lw=1, ls="--")
         apart = [abs(x - y) for x, y in zip(first, second, strict=True)]
-        below.plot(found.steps, apart, color=colour, lw=1.2, label=_verdict(found, apart))
+        # Pairs that all lie at 0 are seen, too: what is drawn later is thinner.
+        below.plot(found.steps, apart, color=colour, lw=1.2 + 2 * (len(comparisons) - 1 - number),
+                   label=f"{_pair(found)}: {_verdict(found, apart)}", solid_capstyle="butt")
+    above.set_title("each pair of runs: the first pale, the second dashed", fontsize=10)
     above.set_ylabel("loss, nats per byte")
-    below.set_ylabel("|loss of run 1 - loss of run 2|")
+    below.set_ylabel("|difference of the losses|")
     below.set_xlabel("step")
+    below.xaxis.set_major_locator(MaxNLocator(integer=True))
     below.set_yscale("symlog", linthresh=_LINEAR_BELOW)
-    below.set_ylim(bottom=-_LINEAR_BELOW / 4)  # a line at 0 is not hidden by the frame
+    below.set_ylim(bottom=-_LINEAR_BELOW / 2)  # a line at 0 is not hidden by the frame
     for axes in (above, below):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=9)
+    figure.legend(loc="outside lower center", frameon=False)
     save_figure(figure, path)
+
+
+def _pair(found: Comparison) -> str:
+    first, second = found.labels
+    return f"{first}, two runs" if first == second else f"{first} and {second}"
 
 
 def _verdict(found: Comparison, apart: Sequence[float]) -> str:
     if found.equal:
-        return f"{found.label}: 0 at every step, all bits equal"
-    return f"{found.label}: differs at {sum(x > 0 for x in apart)} of {len(apart)} steps"
+        return "0 at every step, all bits equal"
+    return f"differ at {sum(x > 0 for x in apart)} of {len(apart)} steps"
