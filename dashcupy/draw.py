@@ -114,11 +114,11 @@ def new_figure(path: str | Path, width: float, height: float):
         raise InvalidInputError(f"cannot draw to {path}: the suffix must be one of "
                                 f"{', '.join(SUFFIXES)}")
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure
     except ImportError:
         raise UnsupportedError("drawing needs matplotlib, which is not installed; "
                                "pip install 'dashcupy[plot]'") from None
-    return Figure(figsize=(width, height), layout="constrained")
+    return matplotlib.figure.Figure(figsize=(width, height), layout="constrained")
 
 
 def save_figure(figure, path: str | Path) -> None:

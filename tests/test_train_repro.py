@@ -1,4 +1,4 @@
-"""The training run on the CPU: it repeats to the bit, goes on from the middle, and says who parts."""
+"""The training run on the CPU: it repeats to the bit, also from the middle; who parts is named."""
 
 import contextlib
 import json

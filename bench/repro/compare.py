@@ -28,7 +28,7 @@ class Comparison:
     compared
         What was compared, in words.
     options
-        Options that were not the same, in words.
+        Options, versions and machines that were not the same, in words.
     differences
         What differs, in words; none if the runs are equal.
     times
@@ -80,7 +80,7 @@ def compare(path_a: Path, path_b: Path) -> Comparison:
         tuple([r["losses"][step - r["first_step"]] for step in steps] for r in (a, b)),
         f"losses and gradient norms of steps {steps[0]} to {steps[-1]}, all gradients at "
         f"{len(hashed)} of them, {'final weights' if same_end else 'not the final weights'}",
-        tuple(_options(a["config"], b["config"])), tuple(text for text in found if text),
+        tuple(_options(_all_options(a), _all_options(b))), tuple(text for text in found if text),
         f"median step {_time(a)} and {_time(b)}")
 
 
@@ -96,6 +96,14 @@ def _label(r: Mapping) -> str:
 def _time(r: Mapping) -> str:
     share = 100 * r["attention"]["share_of_step"]
     return f"{r['step_ms_median']:.1f} ms (attention {share:.0f} %)"
+
+
+def _all_options(r: Mapping) -> dict:
+    """What the bits of a run depend on, and its name for it."""
+    machine = r["machine"]
+    return r["config"] | machine["versions"] | {
+        "machine": machine["device"], "source_digest": machine["source_digest"],
+        "threads": r["deterministic"]["threads"]}
 
 
 def _options(a: Mapping, b: Mapping) -> Iterable[str]:

@@ -44,10 +44,9 @@ def train(options: argparse.Namespace) -> dict:
     if device == "cpu" and options.attention in GPU_KINDS:
         raise DeviceError(f"--attention {options.attention} runs on a GPU only, and this run is on "
                           f"the CPU; give --attention dashcupy or sdpa")
-    text = data.read(options.text)
     team = parallel.join(options.parallel, device, options.batch)
     try:
-        run = _Run(options, team, text)
+        run = _Run(options, team, data.read(options.text))
         found = run.go() | {"deterministic": applied}
         if options.json and team.rank == 0:
             record.write(options.json, found)
