@@ -26,19 +26,19 @@ def _registry() -> dict[str, Schedule]:
 
 
 def names() -> tuple[str, ...]:
-    """Names of all schedules, sorted; ``"auto"`` is a request and not among them."""
-    return tuple(sorted(_registry()))
+    """Names of the deterministic schedules, sorted; ``"auto"`` is a request and not among them."""
+    return tuple(sorted(name for name, module in _registry().items() if module.DETERMINISTIC))
 
 
 def get(name: str) -> Schedule:
-    """The schedule of that name.
+    """The schedule of that name, ``"unordered"`` included, which is not deterministic.
 
     Raises
     ------
     InvalidInputError
         The name is unknown; the message lists the names and the closest one.
     """
-    if name in names():
+    if isinstance(name, str) and name in _registry():
         return _registry()[name]
     close = difflib.get_close_matches(str(name), names(), n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}?" if close else ""
