@@ -9,7 +9,7 @@ import torch
 from .. import schedules
 from ..errors import InvalidInputError, UnsupportedError
 from ..problem import mask_from_causal, number_from_scale
-from .ops import ARRAYS, contiguous_rows
+from .ops import ARRAYS, OPERATORS, contiguous_rows
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool | str = False,
@@ -136,7 +136,7 @@ def attend(name: str, arrays: tuple[torch.Tensor, ...], causal: bool | str, scal
         dtype = torch.get_autocast_dtype(kind)
         arrays = tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
                        for x in arrays)
-    out, lse = getattr(torch.ops.dashcupy, name).default(
+    out, lse = OPERATORS[name](
         *[contiguous_rows(x) for x in arrays], mask_from_causal(causal), number_from_scale(scale),
         schedule)
     return (out, lse) if return_lse else out

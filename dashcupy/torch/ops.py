@@ -23,8 +23,11 @@ ARRAYS = {"attention": ("q", "k", "v"), "attention_kvpacked": ("q", "kv"),
 _OPTIONS = "str mask, float? scale, str schedule"
 _CAUSAL = {mask: causal for causal, mask in reversed(CAUSAL_ARGUMENT.items())}
 
-# What it defines is gone when it is: it lives as long as this module. Without the decorator
-# torch.library.custom_op, whose checks for aliases and general autograd cost 18 us more a call.
+# By name, and each with "_backward" after it; torch.ops takes a microsecond to find one.
+OPERATORS: dict[str, torch._ops.OpOverload] = {}
+
+# What it defines goes with it, so it lives as long as this module. Not the decorator
+# torch.library.custom_op: its general checks and autograd take as long again (cuda_src/README.md).
 _LIBRARY = torch.library.Library("dashcupy", "DEF")
 
 
@@ -84,7 +87,7 @@ def _backward(dout: torch.Tensor, *arguments: Any) -> Any:
         grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in arrays)
         parts = _split(grads)
     # The gradient of a sum has stride 0, that of an imaginary part a flag instead of its sign.
-    dout = contiguous_rows(dout.resolve_neg())
+    dout = contiguous_rows(dout.resolve_neg() if dout.is_neg() else dout)
     results = call.run("backward", (*_split(arrays), out, dout, lse), parts,
                        causal=_CAUSAL[mask], scale=scale, schedule=schedule)
     return _unwrapped(grads or results)
@@ -132,8 +135,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout, _):
         if dout is None:
             return (None,) * len(ctx.needs_input_grad)
-        grads = getattr(torch.ops.dashcupy, f"{ctx.name}_backward").default(
-            dout, *ctx.saved_tensors, *ctx.options)
+        grads = OPERATORS[f"{ctx.name}_backward"](dout, *ctx.saved_tensors, *ctx.options)
         grads = (grads,) if isinstance(grads, torch.Tensor) else grads
         return (None, *(grad if needed else None for grad, needed
                         in zip(grads, ctx.needs_input_grad[1:])), None, None, None)
@@ -154,19 +156,21 @@ class _Backward(torch.autograd.Function):
 
 
 def _below_autograd(name: str, arguments: Sequence[Any]) -> Any:
-    op = getattr(torch.ops.dashcupy, name).default
+    op = OPERATORS[name]
     with torch._C._AutoDispatchBelowAutograd():
         if not torch._C._are_functorch_transforms_active():
             return op(*arguments)
-        with torch.enable_grad():  # off inside a Function, and the transform around this one records
+        with torch.enable_grad():  # off inside a Function; the transform around this one needs it
             return op(*arguments)
 
 
 def _recorded(function: type[torch.autograd.Function], name: str, *arguments: Any) -> Any:
     """What the operator does where autograd may be on."""
+    forward_mode = forward_ad._current_level >= 0
+    if not forward_mode and not torch.is_grad_enabled():
+        return _below_autograd(name, arguments)
     tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
-    if forward_ad._current_level >= 0 and any(
-            forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    if forward_mode and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise UnsupportedError("attention has no forward-mode derivative (jvp): use reverse mode "
                                "(torch.func.vjp, grad, jacrev, or backward())")
     if not (torch.is_grad_enabled() and any([x.requires_grad for x in tensors])):
@@ -184,7 +188,7 @@ def _vmapped(name: str, info: Any, dims: tuple, *arguments: Any) -> tuple[Any, A
                if isinstance(x, torch.Tensor)]
     folded = [(x.unsqueeze(0).expand(info.batch_size, *x.shape) if dim is None else x)
               .flatten(0, 1) for x, dim in zip(tensors, dims)]
-    results = getattr(torch.ops.dashcupy, name)(*folded, *arguments[len(tensors):])
+    results = OPERATORS[name](*folded, *arguments[len(tensors):])
     if isinstance(results, torch.Tensor):
         return results.unflatten(0, (info.batch_size, -1)), 0
     return tuple(x.unflatten(0, (info.batch_size, -1)) for x in results), (0,) * len(results)
@@ -196,6 +200,7 @@ def _define(name: str, tensors: Sequence[str], n_results: int, kernel: Any, fake
     results = ", ".join(["Tensor"] * n_results)
     arguments = ", ".join([*(f"Tensor {tensor}" for tensor in tensors), _OPTIONS])
     _LIBRARY.define(f"{name}({arguments}) -> ({results})")
+    OPERATORS[name] = getattr(torch.ops.dashcupy, name).default
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     _LIBRARY.impl(name, functools.partial(_recorded, function, name), "Autograd")
     torch.library.register_fake(f"dashcupy::{name}", fake, lib=_LIBRARY)

@@ -37,8 +37,8 @@ def register_transformers(name: str = "dashcupy", *, schedule: str = "auto") -> 
     ------
     UnsupportedError
         Transformers is missing or too old. A model raises it where it meets one of the above;
-        under torch.compile, which cannot look at values, padded and packed batches end in the
-        RuntimeError of an assertion that runs on the device.
+        under torch.compile and in a CUDA graph, which cannot look at values, padded and packed
+        batches end in the RuntimeError of an assertion that runs on the device.
 
     Notes
     -----
@@ -78,7 +78,7 @@ def _forward(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, va
              sliding_window: int | None = None, softcap: float | None = None,
              s_aux: Any = None, position_bias: Any = None, cu_seq_lens_q: Any = None,
              cu_seq_lens_k: Any = None, output_attentions: bool | None = None,
-             **_: Any) -> tuple[torch.Tensor, None]:
+             position_ids: torch.Tensor | None = None, **_: Any) -> tuple[torch.Tensor, None]:
     """The attention of one layer; query, key and value are [batch, heads, len, head_dim]."""
     require_neutral(
         type(module).__name__, attention_mask=(attention_mask, None), dropout=(dropout, 0),
@@ -89,12 +89,34 @@ def _forward(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, va
     if sliding_window is not None and kv_len > sliding_window:
         raise UnsupportedError(_OTHER.format(
             f"a sliding window of {sliding_window} keys, shorter than the {kv_len} that there are"))
+    if position_ids is not None and position_ids.dim() == 2 and q_len > 1:
+        _require_one_sequence(position_ids)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if causal and q_len > kv_len:
         raise UnsupportedError(_OTHER.format(f"causal, with {q_len} rows for {kv_len} keys"))
     out = attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
                     causal=bool(causal), scale=scaling, schedule=schedule)
     return out, None
+
+
+def _require_one_sequence(position_ids: torch.Tensor) -> None:
+    """Refuse packed sequences, for which a model that has a cache makes no mask of its own."""
+    if _is_tracing():
+        torch._assert_async((position_ids.diff() == 1).all(), _PACKED)
+        return
+    # Checked once for all layers, as the GPU is waited for; again if written since.
+    version = None if position_ids.is_inference() else position_ids._version
+    if version is not None and getattr(position_ids, "_dashcupy_checked", None) == version:
+        return
+    if not (position_ids.diff() == 1).all():
+        raise UnsupportedError(_PACKED)
+    position_ids._dashcupy_checked = version
+
+
+def _is_tracing() -> bool:
+    """Whether the values of tensors are out of reach."""
+    return torch.compiler.is_compiling() or (
+        torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def _check_mask(sdpa_mask: Callable, batch_size: int, q_length: int, kv_length: int,
@@ -107,7 +129,7 @@ def _check_mask(sdpa_mask: Callable, batch_size: int, q_length: int, kv_length: 
     The two ``allow`` flags are True only where the mask is one of these, but for padding and
     ``local_size``.
     """
-    full, tracing = bool(allow_is_bidirectional_skip), torch.compiler.is_compiling()
+    full, tracing = bool(allow_is_bidirectional_skip), _is_tracing()
     if local_size is not None and (kv_offset != 0 or kv_length > local_size):
         raise UnsupportedError(_OTHER.format(
             f"a window or chunks of {local_size} keys, and there are {kv_length}"))
