@@ -43,7 +43,8 @@ def parser() -> argparse.ArgumentParser:
     add("--attention", choices=KINDS, default="dashcupy",
         help="ours, or through PyTorch what it picks, FlashAttention-2, cuDNN (default: dashcupy)")
     add("--schedule", default="auto", metavar="NAME",
-        help=f"of our backward: auto, {', '.join(_causal_schedules())} (default: auto)")
+        help=f"of our backward: auto, {', '.join(_causal_schedules())}, or unordered, which is not "
+             f"deterministic (default: auto)")
     add("--text", type=Path, metavar="PATH",
         help=f"a file, or a folder with {', '.join(data.SUFFIXES)} files (default: the Python "
              f"files of this interpreter's standard library)")

@@ -145,6 +145,8 @@ def test_peer_runs_outside_the_deterministic_switch_and_nothing_else_does(monkey
     out.sum().backward()
     assert seen == [False, False, True] and torch.are_deterministic_algorithms_enabled()
     assert torch.equal(x.grad, torch.ones_like(x))
+    modes = {name: attention.Attention("dashcupy", name).mode for name in ("auto", "unordered")}
+    assert modes == {"auto": attention.DETERMINISTIC, "unordered": attention.DEFAULT}
 
 
 def test_batches_depend_on_seed_and_step_alone():
@@ -240,15 +242,21 @@ def test_interrupted_write_leaves_the_old_file(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
-def test_two_processes_repeat_to_the_bit(mode, tmp_path):
+@pytest.mark.parametrize("mode, device", [
+    ("ddp", "cpu"), ("fsdp2", "cpu"),
+    # Two processes on one GPU, or one each where there are two.
+    *(pytest.param(mode, "cuda", marks=pytest.mark.gpu) for mode in ("none", "ddp", "fsdp2")),
+])
+def test_fresh_processes_repeat_to_the_bit(mode, device, tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     for name, more in {"a": ["--checkpoint-every", "2", "--checkpoint-dir", str(tmp_path)],
                        "b": [], "c": ["--resume", str(tmp_path / "a-step2.pt")]}.items():
-        subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
-                        "--nproc-per-node", "2", "-m", "bench.train_repro", *TINY, "--parallel",
-                        mode, "--json", str(tmp_path / f"{name}.json"), *more],
+        subprocess.run([sys.executable, *(torchrun if mode != "none" else []), "-m",
+                        "bench.train_repro", *TINY, "--device", device, "--parallel", mode,
+                        "--json", str(tmp_path / f"{name}.json"), *more],
                        cwd=ROOT, env=environment, check=True, timeout=300)
     assert _main("--compare", tmp_path / "a.json", tmp_path / "b.json", "--compare",
                  tmp_path / "a.json", tmp_path / "c.json") == 0
-    assert _read(tmp_path / "a.json")["config"]["processes"] == 2
+    config = _read(tmp_path / "a.json")["config"]
+    assert (config["processes"], config["device"]) == (1 if mode == "none" else 2, device)

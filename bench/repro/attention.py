@@ -10,11 +10,13 @@ import torch.nn.functional as F
 
 import dashcupy.torch
 from bench import peers
+from dashcupy import schedules
 
 KINDS = ("dashcupy", "sdpa", "flash", "cudnn")
 GPU_KINDS = ("flash", "cudnn")
 DETERMINISTIC = "deterministic"
 DEFAULT = "default: not deterministic"
+_CAUSAL = schedules.Shape.from_counts(1, 1, True)
 
 
 class Stopwatch:
@@ -68,36 +70,40 @@ class Attention:
 
     def __init__(self, kind: str, schedule: str):
         self.kind, self.schedule = kind, schedule
-        self.mode = DETERMINISTIC if kind == "dashcupy" else DEFAULT
+        ours = kind == "dashcupy" and schedules.resolve(schedule, _CAUSAL).DETERMINISTIC
+        self.mode = DETERMINISTIC if ours else DEFAULT
         self.backward: str | None = None
         self.watch: Stopwatch | None = None
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        compute = self._ours if self.kind == "dashcupy" else self._peer
         if self.watch:
             self.watch.start()
-        out = self._ours(q, k, v) if self.kind == "dashcupy" else self._peer(q, k, v)
-        node = out.grad_fn
-        self.backward = type(node).__name__
+        if self.mode == DETERMINISTIC:
+            out = compute(q, k, v)
+        else:
+            # Under the deterministic switch PyTorch would take FlashAttention-2's slower
+            # deterministic backward, and refuse cuDNN. What people train with is the default, so
+            # the switch is off for this call, and again while autograd runs its node.
+            with peers.deterministic(False):
+                out = compute(q, k, v)
+            out.grad_fn.register_prehook(lambda *_: torch.use_deterministic_algorithms(False))
+            out.grad_fn.register_hook(lambda *_: torch.use_deterministic_algorithms(True))
+        self.backward = type(out.grad_fn).__name__
         if self.watch:
             self.watch.stop()
-            node.register_prehook(self.watch.start)
-            node.register_hook(self.watch.stop)
+            out.grad_fn.register_prehook(self.watch.start)
+            out.grad_fn.register_hook(self.watch.stop)
         return out if self.kind == "dashcupy" else out.transpose(1, 2)
 
     def _ours(self, q, k, v):
         return dashcupy.torch.attention(q, k, v, causal=True, schedule=self.schedule)
 
     def _peer(self, q, k, v):
-        # Under the deterministic switch PyTorch would take FlashAttention-2's slower deterministic
-        # backward, and refuse cuDNN. What people train with is the default, so the switch is off
-        # for this call, and again while autograd runs its node.
-        with peers.deterministic(False), _backend(self.kind):
-            out = F.scaled_dot_product_attention(
+        with _backend(self.kind):
+            return F.scaled_dot_product_attention(
                 q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True,
                 enable_gqa=q.shape[2] != k.shape[2])
-        out.grad_fn.register_prehook(lambda *_: torch.use_deterministic_algorithms(False))
-        out.grad_fn.register_hook(lambda *_: torch.use_deterministic_algorithms(True))
-        return out
 
 
 def _backend(kind: str) -> contextlib.AbstractContextManager:

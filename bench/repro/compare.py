@@ -20,7 +20,7 @@ class Comparison:
     names
         The two files.
     labels
-        What each was, for a legend: its attention, and where it was resumed.
+        What each was, for a legend: its attention, schedule, and where it was resumed.
     steps
         Steps that both hold.
     losses
@@ -89,7 +89,8 @@ def _end(r: Mapping) -> int:
 
 
 def _label(r: Mapping) -> str:
-    name, first = r["config"]["attention"], r["first_step"]
+    name, schedule, first = r["config"]["attention"], r["config"]["schedule"], r["first_step"]
+    name += "" if schedule == "auto" else f", {schedule}"
     return f"{name}, resumed at step {first}" if first else name
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Two runs with dashcupy and one that goes on from their middle, equal to the bit or exit status 1;
-# two runs with each peer; step times and a picture of all.
+# two runs with each peer (unordered: our kernel without its order); step times, a picture of all.
 #   bench/repro/demo.sh FOLDER [options of bench.train_repro]
-# Environment: STEPS (300), PEERS (cudnn; for example "cudnn flash"), PYTHON (python3).
+# Environment: STEPS (300), PEERS (cudnn; of cudnn, flash, sdpa, unordered), PYTHON (python3).
 set -euo pipefail
 out="$(mkdir -p "${1:?give a folder for the records}" && cd "$1" && pwd)"
 shift
@@ -26,9 +26,11 @@ equal=0
 repro "${pairs[@]}" || equal=$?
 
 for peer in ${PEERS-cudnn}; do
+    how=(--attention "$peer")
+    [[ "$peer" == unordered ]] && how=(--schedule unordered)
     # A peer that cannot run here must not stop the rest.
-    if repro "$@" --steps "$steps" --attention "$peer" --json "$out/${peer}1.json" &&
-        repro "$@" --steps "$steps" --attention "$peer" --json "$out/${peer}2.json"; then
+    if repro "$@" --steps "$steps" "${how[@]}" --json "$out/${peer}1.json" &&
+        repro "$@" --steps "$steps" "${how[@]}" --json "$out/${peer}2.json"; then
         pairs+=(--compare "$out/${peer}1.json" "$out/${peer}2.json")
     fi
 done
