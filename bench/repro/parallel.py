@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from dashcupy.errors import InvalidInputError
 
 MODES = ("none", "ddp", "fsdp2")
 _BUCKET_MIB = 25
+_LET_GO_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,11 @@ class Team:
 
     def close(self) -> None:
         """Leave the group."""
+        if self.backend == "gloo":
+            # The destructor of gloo's group holds the interpreter lock while it joins its threads,
+            # and a thread may want the lock to let go of its last sum: both wait for ever
+            # (PyTorch 2.13). A sleep gives them the lock first.
+            time.sleep(_LET_GO_S)
         if self.backend is not None:
             dist.destroy_process_group()
 
