@@ -6,14 +6,15 @@ import argparse
 import sys
 from pathlib import Path
 
-from bench.repro import data, plot
-from bench.repro.attention import KINDS
-from bench.repro.compare import compare
-from bench.repro.model import HEAD_DIMS, MLPS, SIZES
-from bench.repro.parallel import MODES
-from bench.repro.run import train
 from dashcupy import schedules
 from dashcupy.errors import DashcupyError, InvalidInputError
+
+from .repro import data, plot
+from .repro.attention import KINDS
+from .repro.compare import compare
+from .repro.model import HEAD_DIMS, MLPS, SIZES
+from .repro.parallel import MODES
+from .repro.run import train
 
 DESCRIPTION = """\
 Train a decoder on bytes of text and keep a record: losses, digests of gradients and weights, step

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 
 from .errors import InvalidInputError, UnsupportedError
 from .schedules import Schedule, Shape
@@ -74,14 +75,14 @@ def gantt(results: Mapping[str, Simulation], costs: Costs, path: str | Path,
     UnsupportedError
         matplotlib is not installed.
     """
+    check_path(path)
     if not results:
         raise InvalidInputError("there is nothing to draw: give at least one simulation")
+    matplotlib = require_matplotlib()
     n_worker = max(len(result.busy) for result in results.values())
     lanes = max(0.9, min(0.3 * n_worker, MAX_PANEL_INCHES))
-    figure = new_figure(path, 12, (lanes + 0.55) * len(results) + 1.0)
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
+    figure = matplotlib.figure.Figure(figsize=(12, (lanes + 0.55) * len(results) + 1.0),
+                                      layout="constrained")
     panels = figure.subplots(len(results), 1, sharex=True, squeeze=False)[:, 0]
     end = max(_last_time(result, costs) for result in results.values()) or 1.0
     for axes, (name, result) in zip(panels, results.items(), strict=True):
@@ -91,51 +92,64 @@ def gantt(results: Mapping[str, Simulation], costs: Costs, path: str | Path,
     hidden = {"hand-off"} if not costs.latency else set()
     if costs.slots and n_worker > MAX_LANES:
         hidden = {"add", "hand-off"}
-    handles = [Patch(color=colour, label=label)
+    handles = [matplotlib.patches.Patch(color=colour, label=label)
                for label, colour in COLOURS.items() if label not in hidden]
-    handles.append(Line2D([], [], color="black", ls="--", label="work bound"))
+    handles.append(matplotlib.lines.Line2D([], [], color="black", ls="--", label="work bound"))
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False,
                   title=title or None)
-    save_figure(figure, path)
+    save(figure, path)
 
 
-def new_figure(path: str | Path, width: float, height: float):
-    """An empty matplotlib figure that can be saved to ``path``; width and height in inches.
+def check_path(path: str | Path) -> None:
+    """Refuse a file whose suffix does not say how to draw.
 
     Raises
     ------
     InvalidInputError
-        The suffix is none of `SUFFIXES`.
-    UnsupportedError
-        matplotlib is not installed.
     """
-    path = Path(path)
-    if path.suffix not in SUFFIXES:
+    if Path(path).suffix not in SUFFIXES:
         raise InvalidInputError(f"cannot draw to {path}: the suffix must be one of "
                                 f"{', '.join(SUFFIXES)}")
+
+
+def require_matplotlib() -> ModuleType:
+    """Import matplotlib, or say what to install.
+
+    Raises
+    ------
+    UnsupportedError
+        It is not installed.
+    """
     try:
+        import matplotlib
         import matplotlib.figure
     except ImportError:
         raise UnsupportedError("drawing needs matplotlib, which is not installed; "
                                "pip install 'dashcupy[plot]'") from None
-    return matplotlib.figure.Figure(figsize=(width, height), layout="constrained")
+    return matplotlib
 
 
-def save_figure(figure, path: str | Path) -> None:
-    """Write a figure of `new_figure`; equal pictures give equal files.
+def save(figure, path: str | Path, description: str | None = None) -> None:
+    """Write a matplotlib figure; the same one gives the same file: a fixed salt and no date.
+
+    Parameters
+    ----------
+    figure
+    path
+        ``.svg`` or ``.png``.
+    description
+        Text that an SVG carries along.
 
     Raises
     ------
     InvalidInputError
         The file cannot be written.
     """
-    import matplotlib
-
-    path = Path(path)
-    # A fixed salt and no date: the same picture gives the same file.
-    metadata = {"Date": None} if path.suffix == ".svg" else None
+    metadata = None
+    if Path(path).suffix == ".svg":
+        metadata = {"Date": None, "Creator": "dashcupy", "Description": description}
     try:
-        with matplotlib.rc_context({"svg.hashsalt": "dashcupy"}):
+        with require_matplotlib().rc_context({"svg.hashsalt": "dashcupy"}):
             figure.savefig(path, dpi=110, metadata=metadata)
     except OSError as error:
         raise InvalidInputError(f"cannot draw to {path} ({error.strerror}): give a file in a "

@@ -128,7 +128,8 @@ def make_plan(problem: Problem, direction: str, target: Target, schedule: str = 
     """
     config = choose_config(problem, direction, target)
     shape = _shape(problem, config)
-    chosen = schedules.resolve(schedule, shape)  # a wrong name is refused for the forward too
+    # A wrong name is refused for the forward too.
+    chosen = schedules.resolve(schedule, shape, teams=config.kernel.startswith("bwd_sm90"))
     chosen = chosen if direction == "backward" else None
     _check_order(chosen, config)
     name = chosen.NAME if chosen else None
@@ -258,7 +259,7 @@ def _loads_text(plan: Plan) -> str:
 def _schedule_text(plan: Plan) -> str:
     description = schedules.get(plan.schedule).DESCRIPTION
     asked = "" if plan.requested_schedule == plan.schedule else (
-        f" (for {plan.requested_schedule!r}: a function of the mask alone, never of a timing)")
+        f" (for {plan.requested_schedule!r}: a function of the problem, never of a timing)")
     return f"{plan.schedule}{asked}: {description}"
 
 

@@ -181,8 +181,13 @@ def test_mask_that_a_schedule_lacks_is_refused():
         schedules.supports("shift", "diagonal")
 
 
-def test_auto_never_needs_a_team():
-    assert schedules.resolve("auto", CAUSAL).NAME == "descending"
-    assert schedules.resolve("auto", FULL).NAME == "ascending"
-    for shape in all_shapes(("full", "causal")):
-        assert schedules.resolve("auto", shape).team_size(shape) == 1
+@pytest.mark.parametrize("n_kv", [1, 6, 8, 200])
+def test_auto_needs_a_team_only_where_it_may(n_kv):
+    """On kernels that gain nothing from one, and in short heads, it must run on any GPU."""
+    for causal, alone, together in ((True, "descending", "symmetric_shift"),
+                                    (False, "ascending", "shift")):
+        shape = Shape.from_counts(n_kv, n_kv, causal)
+        assert schedules.resolve("auto", shape).NAME == alone
+        assert schedules.get(alone).team_size(shape) == 1
+        assert schedules.resolve("auto", shape, teams=True).NAME == (
+            together if n_kv >= 8 else alone)

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 import dashcupy.torch
-from bench import peers
 from dashcupy import schedules
+
+from .. import peers
 
 KINDS = ("dashcupy", "sdpa", "flash", "cudnn")
 GPU_KINDS = ("flash", "cudnn")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from dashcupy.draw import new_figure, save_figure
+from dashcupy import draw as drawing
 
 from .compare import Comparison
 
@@ -28,11 +28,11 @@ def draw(comparisons: Sequence[Comparison], path: str | Path) -> None:
     Raises
     ------
     InvalidInputError, UnsupportedError
-        As for `dashcupy.draw.new_figure` and `dashcupy.draw.save_figure`.
+        Another suffix, a file that cannot be written; no matplotlib.
     """
-    figure = new_figure(path, 9, 6.5)
-    from matplotlib.ticker import MaxNLocator
-
+    drawing.check_path(path)
+    matplotlib = drawing.require_matplotlib()
+    figure = matplotlib.figure.Figure(figsize=(9, 6.5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     for number, found in enumerate(comparisons):
         colour = COLOURS[number % len(COLOURS)]
@@ -48,14 +48,14 @@ def draw(comparisons: Sequence[Comparison], path: str | Path) -> None:
     above.set_ylabel("loss, nats per byte")
     below.set_ylabel("|difference of the losses|")
     below.set_xlabel("step")
-    below.xaxis.set_major_locator(MaxNLocator(integer=True))
+    below.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
     below.set_yscale("symlog", linthresh=_LINEAR_BELOW)
     below.set_ylim(bottom=-_LINEAR_BELOW / 2)  # a line at 0 is not hidden by the frame
     for axes in (above, below):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", frameon=False)
-    save_figure(figure, path)
+    drawing.save(figure, path)
 
 
 def _pair(found: Comparison) -> str:

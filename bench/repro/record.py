@@ -14,10 +14,10 @@ from typing import BinaryIO
 
 import torch
 
-from bench import timing
 from dashcupy.errors import InvalidInputError
 from dashcupy.source import source_digest
 
+from .. import timing
 from .parallel import whole
 
 FORMAT = "dashcupy training record 1"
