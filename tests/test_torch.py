@@ -5,7 +5,6 @@ import warnings
 
 import dashcupy
 import pytest
-from dashcupy import schedules
 from dashcupy.errors import InvalidInputError, UnsupportedError
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -209,6 +208,21 @@ def test_function_transforms():
     torch.testing.assert_close(jacobian, torch.func.jacrev(lambda q: truth(q, small, small))(small))
 
 
+@pytest.mark.parametrize("function", [dash.attention, truth])
+def test_no_grad_holds_for_the_transforms_around(function):
+    """The value is a constant of the outer gradient, too: q * constant has no second one."""
+    q, k, v = (x.detach() for x in tensors(9, 9, n_kv_head=4)[:3])
+
+    def inner(q):
+        with torch.no_grad():
+            constant = function(q, k, v)
+        return (q * constant).sum()
+
+    assert torch.equal(torch.func.grad(inner)(q), function(q, k, v))
+    outer = torch.func.grad(lambda q: torch.func.grad(inner)(q).sum())(q)
+    assert torch.equal(outer, torch.zeros_like(q))
+
+
 def test_only_what_is_asked_for_gets_a_gradient():
     q, k, v, dout = tensors()
     expected = gradients(dash.attention, q, k, v, dout)
@@ -250,31 +264,26 @@ def test_derivatives_that_do_not_exist_are_refused():
 
 
 @pytest.fixture
-def unordered(monkeypatch):
-    """A schedule that says that it is not deterministic."""
-    monkeypatch.setattr(schedules.get("descending"), "DETERMINISTIC", False, raising=False)
-    ops.is_deterministic.cache_clear()
-    yield "descending"
+def deterministic():
+    """Sets the flag, which is as it was afterwards."""
+    yield torch.use_deterministic_algorithms
     torch.use_deterministic_algorithms(False)
-    ops.is_deterministic.cache_clear()
 
 
-def test_deterministic_request_is_honoured_or_refused(unordered):
+def test_deterministic_request_is_honoured_or_refused(deterministic):
     q, k, v, dout = tensors()
-    before = dash.attention(q, k, v, schedule=unordered)
-    torch.use_deterministic_algorithms(True)
-    with pytest.raises(UnsupportedError, match="use another, such as 'auto'"):
-        dash.attention(q, k, v, schedule=unordered)
-    with pytest.raises(UnsupportedError, match="is not deterministic"):  # set since the forward
-        before.backward(dout)
-    gradients(dash.attention, q, k, v, dout)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    with pytest.warns(UserWarning, match="schedule='descending' is not deterministic"):
-        dash.attention(q, k, v, schedule=unordered)
-    torch.use_deterministic_algorithms(False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        gradients(lambda *x: dash.attention(*x, schedule=unordered), q, k, v, dout)
+        out = dash.attention(q, k, v, schedule="unordered")
+    deterministic(True)
+    with pytest.raises(UnsupportedError, match="use another, such as 'auto'"):
+        dash.attention(q, k, v, schedule="unordered")
+    with pytest.raises(UnsupportedError, match="use_deterministic_algorithms"):  # set since then
+        out.backward(dout)
+    gradients(dash.attention, q, k, v, dout)
+    deterministic(True, warn_only=True)
+    with pytest.warns(UserWarning, match="schedule='unordered' is not deterministic"):
+        dash.attention(q, k, v, schedule="unordered")
 
 
 _Q, _K, _V, _ = tensors()

@@ -102,7 +102,8 @@ def _flash(function: str, name: str, arrays: tuple[torch.Tensor, ...], dropout_p
            softmax_scale: float | None, causal: bool, window_size: tuple[int, int],
            softcap: float, alibi_slopes: torch.Tensor | None, deterministic: bool,
            return_attn_probs: bool, schedule: str) -> Any:
-    require_neutral(function, dropout_p=(dropout_p, 0), window_size=(tuple(window_size), (-1, -1)),
+    window = tuple(window_size) if isinstance(window_size, list) else window_size
+    require_neutral(function, dropout_p=(dropout_p, 0), window_size=(window, (-1, -1)),
                     softcap=(softcap, 0), alibi_slopes=(alibi_slopes, None))
     if deterministic and schedule != "auto" and not is_deterministic(
             schedule, mask_from_causal(causal)):

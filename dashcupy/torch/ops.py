@@ -27,7 +27,7 @@ _CAUSAL = {mask: causal for causal, mask in reversed(CAUSAL_ARGUMENT.items())}
 OPERATORS: dict[str, torch._ops.OpOverload] = {}
 
 # What it defines goes with it, so it lives as long as this module. Not the decorator
-# torch.library.custom_op: its general checks and autograd take as long again (cuda_src/README.md).
+# torch.library.custom_op: its general checks and autograd cost another 20 us (cuda_src/README.md).
 _LIBRARY = torch.library.Library("dashcupy", "DEF")
 
 
@@ -41,7 +41,7 @@ def is_deterministic(schedule: str, mask: str) -> bool:
         The schedule is unknown, or not defined for the mask.
     """
     shape = schedules.Shape.from_counts(1, 1, mask != "full")
-    return getattr(schedules.resolve(schedule, shape), "DETERMINISTIC", True)
+    return schedules.resolve(schedule, shape).DETERMINISTIC
 
 
 def _require_allowed(schedule: str, mask: str) -> None:
@@ -124,7 +124,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, name, *arguments):
         *arrays, mask, scale, schedule = arguments
-        output = _below_autograd(name, arguments)
+        output = _inside_function(name, arguments)
         ctx.name, ctx.options = name, (mask, scale, schedule)
         ctx.save_for_backward(*arrays, *output)
         ctx.mark_non_differentiable(output[1])
@@ -146,7 +146,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, name, *arguments):
-        return _below_autograd(name, arguments)
+        return _inside_function(name, arguments)
 
     @staticmethod
     def backward(ctx, *_):
@@ -155,13 +155,17 @@ class _Backward(torch.autograd.Function):
                                "PyTorch's math attention (torch.nn.attention.sdpa_kernel)")
 
 
+def _inside_function(name: str, arguments: Sequence[Any]) -> Any:
+    """What is recorded; a transform of torch.func around the one that records does so too."""
+    if not torch._C._are_functorch_transforms_active():
+        return _below_autograd(name, arguments)
+    with torch.enable_grad():  # off inside a Function
+        return _below_autograd(name, arguments)
+
+
 def _below_autograd(name: str, arguments: Sequence[Any]) -> Any:
-    op = OPERATORS[name]
     with torch._C._AutoDispatchBelowAutograd():
-        if not torch._C._are_functorch_transforms_active():
-            return op(*arguments)
-        with torch.enable_grad():  # off inside a Function; the transform around this one needs it
-            return op(*arguments)
+        return OPERATORS[name](*arguments)
 
 
 def _recorded(function: type[torch.autograd.Function], name: str, *arguments: Any) -> Any:

@@ -1,5 +1,7 @@
 """Differentiable attention on a GPU: streams, graphs, compilation, devices, memory, models."""
 
+import copy
+
 from .support import (
     CAUSAL,
     DEVICE,
@@ -37,7 +39,8 @@ def differentiated(case, inputs, function=attention):
     """out and the gradients of a function of a case, q, k and v."""
     q, k, v = (inputs[name].detach().requires_grad_() for name in "qkv")
     out = function(case, q, k, v)
-    return dict(zip(GRADS, (out.detach(), *torch.autograd.grad(out, (q, k, v), inputs["dout"]))))
+    out.backward(inputs["dout"])
+    return dict(zip(GRADS, (out.detach(), q.grad, k.grad, v.grad)))
 
 
 def without_lse(results):
@@ -113,7 +116,7 @@ class Block(torch.nn.Module):
 def _trainer():
     torch.manual_seed(0)
     block = Block().to(DEVICE, torch.bfloat16)
-    optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(block.parameters(), lr=4.0)
     x, y = torch.randn(2, 2, 300, 256, device=DEVICE).bfloat16()
 
     def step():
@@ -124,6 +127,11 @@ def _trainer():
         return loss
 
     return block, step
+
+
+def _error(x, expected):
+    """Norm of the difference, as a part of the expected norm."""
+    return float((x.float() - expected.float()).norm() / expected.float().norm())
 
 
 def _parameters(block):
@@ -182,7 +190,7 @@ def test_compiled_training_step_with_graphs():
     block(x).float().square().mean().backward()
     expect_same_bits(found[3], found[2], "two replays")
     for name, p in block.named_parameters():
-        torch.testing.assert_close(found[3][name], p.grad, rtol=2e-2, atol=2e-4)
+        assert _error(found[3][name], p.grad) < 2e-2, name  # fused operations round less often
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -264,19 +272,20 @@ def test_model_of_transformers():
         config, attn_implementation="dashcupy").to(DEVICE, torch.bfloat16)
     tokens = torch.randint(128, (2, 300), device=DEVICE)
 
-    def results():
+    def results(model):
         model.zero_grad()
         found = model(input_ids=tokens, labels=tokens)
         found.loss.backward()
         return {"logits": found.logits.detach()} | {
             name: x.grad.clone() for name, x in model.named_parameters()}
 
-    first, second = results(), results()
+    first, second = results(model), results(model)
     expect_same_bits(first, second, "two steps of a model")
     model.set_attn_implementation("sdpa")
-    for name, x in results().items():
-        error = (first[name].float() - x.float()).norm() / x.float().norm()
-        assert error < 2e-2, f"{name}: relative error {error:.3g}"
+    yardstick, exact = results(model), results(copy.deepcopy(model).float())
+    for name, x in exact.items():
+        ours, theirs = _error(first[name], x), _error(yardstick[name], x)
+        assert ours < 2 * theirs, f"{name}: relative error {ours:.3g}, with sdpa {theirs:.3g}"
 
 
 def test_second_call_of_the_backward():
