@@ -74,7 +74,8 @@ def test_two_runs_are_equal_to_the_bit(runs, capsys):
     assert found["gradients"]["2"].keys() == found["weights"].keys()
     assert len({*found["gradients"]["2"].values(), *found["gradients"]["0"].values()}) == 2 * 21
     # It learns: a run whose weights never change repeats, too.
-    assert abs(found["losses"][0] - np.log(256)) < 0.3 and found["losses"][3] < 5.1
+    assert abs(found["losses"][0] - np.log(256)) < 0.3
+    assert found["losses"][3] < found["losses"][0] - 0.2
     assert found["attention"]["schedule_used"] in found["attention"]["fingerprint"]
     assert found["deterministic"]["environment"]["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert 0 < found["attention"]["share_of_step"] < 1
