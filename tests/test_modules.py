@@ -1,6 +1,5 @@
 """Loading a kernel: the memo, shared memory, and the errors where something is missing."""
 
-import contextlib
 import sys
 import threading
 import types
@@ -40,11 +39,6 @@ def fake_cupy(monkeypatch):
         pytest.skip("no NVRTC here: pip install 'dashcupy[test]'")
     fake = types.SimpleNamespace(devices=[], modules=[], functions=[])
 
-    class Device(contextlib.nullcontext):
-        def __init__(self, index):
-            super().__init__()
-            fake.devices.append(index)
-
     class RawModule:
         def __init__(self, path):
             fake.modules.append(path)
@@ -54,8 +48,13 @@ def fake_cupy(monkeypatch):
             fake.functions.append(function)
             return function
 
-    fake.cuda, fake.RawModule = types.SimpleNamespace(Device=Device), RawModule
+    def on_device(index, function):
+        fake.devices.append(index)
+        return function()
+
+    fake.RawModule = RawModule
     monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr(driver, "on_device", on_device)
     monkeypatch.setattr(driver, "device", lambda index: H200)
     return fake
 
