@@ -122,7 +122,11 @@ def _load(kernel: str, defines: Defines, device_id: int, smem_bytes: int) -> Ker
     gpu = driver.device(device_id)
     arch = nvrtc.choose_arch(gpu.compute_capability, nvrtc.default_library())
     path = build(kernel, defines, arch)
-    taken = resources(path.read_bytes())[kernel]
+    try:
+        taken = resources(path.read_bytes())[kernel]
+    except OSError as error:
+        raise DeviceError(f"the compiled {kernel} cannot be read back ({error}): something empties "
+                          f"the cache; call again, or set DASHCUPY_CACHE_DIR") from error
     total = smem_bytes + taken.static_smem_bytes
     if total > gpu.smem_bytes:
         raise DeviceError(f"{kernel} needs {total} bytes of shared memory and {gpu.name} gives a "

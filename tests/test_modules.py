@@ -112,6 +112,21 @@ def test_a_refused_module_names_kernel_and_compiler(fake_cupy, monkeypatch):
         modules.load("tiny", DEFINES, 0)
 
 
+def test_a_cache_that_is_emptied_at_the_wrong_moment(fake_cupy, monkeypatch):
+    """A clean-up job between storing and loading; the next call makes the file again."""
+    build = modules.build
+
+    def build_and_remove(*arguments):
+        path = build(*arguments)
+        path.unlink()
+        return path
+    with monkeypatch.context() as patch:
+        patch.setattr(modules, "build", build_and_remove)
+        with pytest.raises(DeviceError, match="tiny cannot be read back.*such file.*call again"):
+            modules.load("tiny", DEFINES, 0)
+    assert modules.load("tiny", DEFINES, 0).name == "tiny"
+
+
 @pytest.mark.parametrize("capability, error", [
     ((7, 5), UnsupportedError), ((99, 0), CompileError)])
 def test_gpus_that_cannot_be_served(fake_cupy, monkeypatch, capability, error):
