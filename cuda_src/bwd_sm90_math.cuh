@@ -232,17 +232,32 @@ DC_FN void take_kv_tile(KvTile& kv, const SharedStorage& smem, const BackwardPar
     ldmatrix_x4(kv.k[k], smem_address(smem.k) + k / 4 * KV_PANEL_BYTES + me.fragment(k % 4));
 }
 
-// Rows of the kv tile that exist, scaled and rounded, to gmem[key][HEAD_DIM].
-DC_FN void store_rows(const float (&acc)[64], Element* gmem, i64 row_stride, int key, int kv_len,
-                      float scale, int lane) {
+// A warp's rows of dk or dv, scaled and rounded, to gmem[key][HEAD_DIM]: whole 128 bytes of a row
+// by way of `staging`, a dS tile that is read by no product any more; a warp uses its own rows.
+DC_FN void store_rows(const float (&acc)[64], u32 staging, Element* gmem, i64 row_stride, int key0,
+                      int kv_len, float scale, const Consumer& me) {
+  constexpr int LANES = PANEL_ROW_BYTES / 16, ROWS = WARP_SIZE / LANES;
+  const int lane_row = me.lane / LANES, chunk = me.lane % LANES;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (key + 8 * half >= kv_len) continue;
-    Element* to = gmem + (key + 8 * half) * row_stride + 2 * (lane % 4);
+  for (int panel = 0; panel < HEAD_DIM / PANEL_COLUMNS; ++panel) {
 #pragma unroll
-    for (int j = 0; j < 16; ++j)
-      store_pair(to + 8 * j,
-                 pack(acc[4 * j + 2 * half] * scale, acc[4 * j + 2 * half + 1] * scale));
+    for (int k = 0; k < PANEL_COLUMNS / 16; ++k) {
+      const auto word = [&](int i) {
+        const int at = 32 * panel + 8 * k + 2 * i;
+        return pack(acc[at] * scale, acc[at + 1] * scale);
+      };
+      stmatrix_x4(staging + me.fragment(k), word(0), word(1), word(2), word(3));
+    }
+    __syncwarp();
+#pragma unroll
+    for (int row = lane_row; row < 16; row += ROWS) {
+      u32 word[4];
+      ld_shared_v4(word, staging + (64 * me.w + 16 * me.warp + row) * PANEL_ROW_BYTES +
+                             ((chunk ^ row % 8) << 4));
+      if (key0 + row < kv_len)
+        store_8(gmem + (key0 + row) * row_stride + PANEL_COLUMNS * panel + 8 * chunk, word);
+    }
+    __syncwarp();
   }
 }
 
@@ -277,24 +292,28 @@ DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int
       wait_for_batch();
     }
     const Batch& batch = smem.batches[n % N_BATCH];
+    const int key0 = batch.row0 + 64 * w + 16 * warp;
+    const int batch_index = batch.batch, kv_head = batch.kv_head;
+    // dS of the step after the last would go there: no product reads it since the last wait_ds.
+    const u32 staging = smem_address(smem.ds) + stage_of(t) * DS_BYTES;
+    if (!is_first) mbarrier_arrive_warp(smem_address(&barriers.v_empty), lane);
+    float dq[32];
+    wait_ds(smem, t - 1);
+    start_dq(dq, smem, me, t - 1);  // of old bytes, and dropped, if the kv tile had no step
+    store_rows(kv.dv, staging,
+               params.dv + batch_index * params.dv_strides.batch +
+                   kv_head * params.dv_strides.head,
+               params.dv_strides.row, key0, params.kv_len, 1.f, me);
+    wgmma_wait<0>();
     if (!is_first) {
-      mbarrier_arrive_warp(smem_address(&barriers.v_empty), lane);
-      float dq[32];
-      wait_ds(smem, t - 1);
-      start_dq(dq, smem, me, t - 1);
-      wgmma_wait<0>();
       mbarrier_arrive_warp(smem_address(&barriers.k_empty), lane);
       store_dq_part(dq, smem, me, t - 1);
     }
-    const int key = batch.row0 + 64 * w + 16 * warp + lane / 4;
-    const int batch_index = batch.batch, kv_head = batch.kv_head;
     mbarrier_arrive_warp(smem_address(&barriers.batch_empty[n % N_BATCH]), lane);
     ++n;
-    store_rows(kv.dk, params.dk + batch_index * params.dk_strides.batch +
-                          kv_head * params.dk_strides.head,
-               params.dk_strides.row, key, params.kv_len, params.scale, lane);
-    store_rows(kv.dv, params.dv + batch_index * params.dv_strides.batch +
-                          kv_head * params.dv_strides.head,
-               params.dv_strides.row, key, params.kv_len, 1.f, lane);
+    store_rows(kv.dk, staging,
+               params.dk + batch_index * params.dk_strides.batch +
+                   kv_head * params.dk_strides.head,
+               params.dk_strides.row, key0, params.kv_len, params.scale, me);
   }
 }
