@@ -151,7 +151,13 @@ def on_device(device: int, function: Callable, *arguments: Any) -> Any:
     there and back by setDevice would make a context on the GPU that it goes back to: hundreds of
     MB on a GPU that nobody may use.
     """
-    if require_cupy().cuda.runtime.getDevice() == device:
+    cupy = require_cupy()
+    try:
+        current = cupy.cuda.runtime.getDevice()
+    except RuntimeError as error:  # CuPy's
+        raise DeviceError(f"CUDA does not answer: {error}; a process that was forked after its "
+                          f"parent had used CUDA cannot use it: start it by spawn") from error
+    if current == device:
         return function(*arguments)
     _call("cuCtxPushCurrent_v2", _primary_context(device))
     try:
@@ -191,7 +197,7 @@ def is_capturing(stream: int) -> bool:
     Raises
     ------
     DeviceError
-        An error has spoiled the recording.
+        An error has spoiled the recording, or the GPU.
     """
     # The legacy default stream (0 or 1) cannot be captured, and asking may be an error.
     if stream in (0, 1):
@@ -199,8 +205,9 @@ def is_capturing(stream: int) -> bool:
     try:
         return bool(require_cupy().cuda.runtime.streamIsCapturing(stream))
     except RuntimeError as error:  # CuPy's
-        raise DeviceError(f"the CUDA graph that is being recorded cannot be used: {error}; an "
-                          f"earlier call did what no recording allows") from error
+        raise DeviceError(f"the stream cannot be used: {error}; an earlier call did what no "
+                          f"recording of a CUDA graph allows, or an earlier kernel failed: run "
+                          f"with CUDA_LAUNCH_BLOCKING=1") from error
 
 
 def require_cupy() -> ModuleType:

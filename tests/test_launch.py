@@ -230,8 +230,18 @@ def test_a_recording_that_is_spoiled_is_an_error_of_ours(gpu):
     def invalidated(stream):
         raise RuntimeError("an error has invalidated the capture sequence")
     gpu.cupy.cuda.runtime.streamIsCapturing = invalidated
-    with pytest.raises(DeviceError, match="graph that is being recorded .* invalidated"):
+    with pytest.raises(DeviceError, match="cannot be used: .* invalidated .*recording of a CUDA"):
         dashcupy.attention(*forward_arrays(), causal=True)
+
+
+def test_a_forked_process_is_told_so(gpu):
+    """CUDA says "initialization error" there, and nothing else."""
+    def forked():
+        raise RuntimeError("cudaErrorInitializationError: initialization error")
+    dashcupy.attention(*forward_arrays())
+    gpu.cupy.cuda.runtime.getDevice = forked
+    with pytest.raises(DeviceError, match="initialization error; .* forked .* by spawn"):
+        dashcupy.attention(*forward_arrays())
 
 
 def test_the_counter_is_cleared_when_nobody_else_does(gpu):
