@@ -221,7 +221,10 @@ class FakeGpu:
         """Writes the number of the map, so that a launch tells which one it got."""
         if not self.stack:
             return _NO_CONTEXT
-        if to % 64 or pointer % 16 or any(stride % 16 for stride in strides[:rank - 1]):
+        if (to % 64 or pointer % 16 or pointer == 0 or not all(
+                0 < stride < 1 << 40 and stride % 16 == 0 for stride in strides[:rank - 1])
+                or not all(0 < size <= 1 << 32 for size in sizes[:rank])
+                or not all(0 < rows <= 256 for rows in box[:rank])):
             return 1
         with self._guard:
             self.maps.append(Map(pointer, data_type, tuple(sizes[:rank]), tuple(strides[:rank - 1]),
@@ -240,7 +243,7 @@ class FakeGpu:
         if kernel in SECOND_STRUCTS:
             second = self._fields(SECOND_STRUCTS[kernel], arguments + struct.calcsize("P"))
             fields |= {f"{name}_map": value for name, value in second.items()}
-        if (gy, gz, by, bz) != (1, 1, 1, 1):
+        if (gy, gz, by, bz) != (1, 1, 1, 1) or not 0 < gx < 1 << 31 or stream == 0:
             return 1  # an exception could not pass through C
         self.launches.append(
             Launch(kernel, gx, bx, smem, stream, cooperative, self.current, fields))

@@ -110,6 +110,62 @@ def test_sums_follow_every_schedule(q_len, kv_len, tiles, mask, group):
             np.testing.assert_array_equal(got, wanted, err_msg=name)
 
 
+# --- what a GPU would be told --------------------------------------------------------------------
+
+def _strided(shape, dtype, layout):
+    """An array on the fake GPU: its strides in elements, and where its memory starts."""
+    batch, length, n_head, head_dim = shape
+    row = n_head * head_dim
+    strides, shift = {
+        "plain": ((length * row, row, head_dim, 1), 0),
+        "heads first": ((n_head * length * head_dim, head_dim, length * head_dim, 1), 0),
+        "wide rows": ((length * (row + 8), row + 8, head_dim, 1), 0),
+        "odd rows": ((length * (row + 1), row + 1, head_dim, 1), 0),
+        "shifted": ((length * row, row, head_dim, 1), 2),
+        "reversed": ((length * row, -row, head_dim, 1), 2 * row * max(length - 1, 0)),
+        "one head for all": ((length * row, row, 0, 1), 0),
+        "far": ((1 << 33, 1 << 30, head_dim, 1), 0),
+    }[layout]
+    return FakeArray(shape, dtype, strides=strides, pointer=next(FakeArray._addresses) + shift)
+
+
+_GPU_LAYOUTS = ("plain", "plain", "heads first", "wide rows", "odd rows", "shifted", "reversed",
+                "one head for all", "far")
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (12, 0)], ids=str)
+@seed(SEED)
+@settings(max_examples=100, **QUIET)
+@given(problem=problems([(d, dtype) for d in (8, 40, 64, 96, 120, 128)
+                         for dtype in ("float16", "bfloat16")],
+                        tiles=(64, 128, 192), most=900, layouts=_GPU_LAYOUTS))
+def test_launches(capability, problem):
+    """An empty grid, a map of nothing, a stride that the copy engine refuses: errors of the driver
+    at odd sizes, or results that nobody writes."""
+    of_q = (problem.batch, problem.q_len, problem.n_q_head, problem.head_dim)
+    of_k = (problem.batch, problem.kv_len, problem.n_kv_head, problem.head_dim)
+    with pytest.MonkeyPatch.context() as patch, \
+            fake_gpu(patch, compute_capability=capability) as gpu:
+        q, k, v, dout = (_strided(shape, problem.dtype, layout) for shape, layout in zip(
+            (of_q, of_k, of_k, of_q), problem.layouts))
+        options = dict(causal=CAUSAL[problem.mask], scale=problem.scale)
+        out, lse = dashcupy.attention(q, k, v, return_lse=True, **options)
+        written = {launch.fields["lse"] for launch in gpu.launches
+                   if launch.kernel.startswith("fwd")}
+        assert written == ({lse.data.ptr} if 0 not in lse.shape else set())
+        gpu.launches.clear()
+        grads = dashcupy.attention_backward(dout, q, k, v, out, lse, schedule=problem.schedule,
+                                            **options)
+        told = [launch.fields for launch in gpu.launches if launch.kernel.startswith("bwd")]
+        for name, x in zip(("dq", "dk", "dv"), grads):
+            assert 0 in x.shape or {fields[name] for fields in told} == {x.data.ptr}
+        spaces = [x for x in gpu.allocated if x.dtype == "uint8"]
+        for fields in told if spaces else ():
+            start, end = spaces[-1].data.ptr, spaces[-1].data.ptr + spaces[-1].shape[0]
+            assert all(start <= fields[name] < end or fields[name] == 0 for name in (
+                "lse_log2", "delta", "dq_accum", "dq_semaphore", "work_counter"))
+
+
 # --- mistakes ------------------------------------------------------------------------------------
 
 class _Odd:
