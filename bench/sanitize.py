@@ -7,7 +7,7 @@ cases of a tool one after another; one that takes too long is ended, and the chi
 behind it. The tools run side by side.
 
 Exit status: 1 for a report that is not in `KNOWN`, a case that fails, or one that does not end
-(but under racecheck, whose cost has no bound); 2 where compute-sanitizer cannot run.
+(but under racecheck, whose cost has no bound); 2 where compute-sanitizer is not installed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 import dashcupy
-from dashcupy import arrays, driver, modules, nvrtc
+from dashcupy import arrays, driver, modules, nvrtc, params
 from dashcupy.launch import Launcher
 from dashcupy.plan import Plan, make_plan
 from dashcupy.problem import Problem
@@ -77,15 +77,16 @@ CASES = {
     "no keys": Case(5, 0, 1, 1, 64, "full"),
 }
 
-# Reports that are false: tool, kernels, why.
+# Reports that are false: tool, kernels, why. Unproven: no run on a card has shown them yet.
 KNOWN = (
-    ("racecheck", r"(fwd|bwd)_sm90",
-     "bulk copies run in the async proxy and mbarriers order them; to a tool that follows neither, "
-     "a tile that was awaited races with its loads"),
     ("initcheck", r"bwd_(preprocess|postprocess|sm90)|copy_rows",
      "bulk stores and bulk additions are not seen as writes: out of fwd_sm90, dq_accum of "
      "bwd_sm90"),
 )
+# racecheck gets the portable kernels alone. The Hopper kernels load by bulk copies, which run in
+# the async proxy and are ordered by mbarriers; to a tool that follows neither, every tile that was
+# awaited races with its loads.
+PORTABLE_ONLY = ("racecheck",)
 
 
 @dataclass
@@ -141,8 +142,7 @@ def _launch(case: Case, direction: str, inputs: tuple) -> tuple:
         results = (cupy.empty_like(q), cupy.empty((1, case.n_q_head, case.q_len), "float32"))
     else:
         results = (cupy.empty_like(q), cupy.empty_like(k), cupy.empty_like(k))
-    names = ("q", "k", "v", "out", "lse") if direction == "forward" else (
-        "q", "k", "v", "out", "dout", "lse", "dq", "dk", "dv")
+    names = params.ARRAYS[direction]
     borrowed = [arrays.CUPY.borrow(x, name) for name, x in zip(names, (*inputs, *results))]
     workspace = cupy.empty(max(plan.workspace_bytes, 1), "uint8")
     Launcher(plan, {name: b.layout for name, b in zip(names, borrowed)}, 0)(
@@ -299,7 +299,9 @@ def main(arguments: list[str] | None = None) -> int:
     compile_all(names)
     found: dict[str | None, dict[str, Outcome]] = {None: run_tool(sanitizer, None, names)}
     with ThreadPoolExecutor() as pool:
-        found |= zip(tools[1:], pool.map(lambda tool: run_tool(sanitizer, tool, names), tools[1:]))
+        found |= zip(tools[1:], pool.map(lambda tool: run_tool(sanitizer, tool, [
+            name for name in names if CASES[name].portable or tool not in PORTABLE_ONLY]),
+            tools[1:]))
     return show(found, names)
 
 
@@ -308,12 +310,13 @@ def show(found: dict[str | None, dict[str, Outcome]], names: list[str]) -> int:
     print(f"{'':32}" + "".join(f"{tool or 'plain':>16}" for tool in found))
     fault, seen = False, set()
     for name in names:
-        cells = [cell(tool, found[tool][name]) for tool in found]
+        cells = [cell(tool, found[tool][name]) if name in found[tool] else ("-", False)
+                 for tool in found]
         fault |= any(bad for _, bad in cells)
         print(f"{name:32}" + "".join(f"{text:>16}" for text, _ in cells))
     for tool, outcomes in found.items():
-        for name in names:
-            for report in outcomes[name].reports:
+        for name, outcome in outcomes.items():
+            for report in outcome.reports:
                 why = why_known(tool, report)
                 if (key := (tool, why or (name, *report[:2]))) not in seen:
                     seen.add(key)

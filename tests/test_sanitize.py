@@ -10,8 +10,8 @@ from bench import sanitize
 from bench.sanitize import CASES, Outcome, cell, reports, run_tool
 
 NAMES = list(CASES)[:4]
-RACE = ["========= Error: Race reported between Write access at {}+0x10",
-        "=========     and Read access at {}+0x20 [128 hazards]", "========="]
+UNWRITTEN = ["========= Uninitialized __global__ memory read of size 4 bytes",
+             "=========     at {}+0x20", "========="]
 # Stands for compute-sanitizer: done, two reports, a crash, a hang, in that order.
 FAKE = f"""#!{sys.executable}
 import sys, time
@@ -52,13 +52,23 @@ def test_children_that_report_crash_and_hang(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("tool, kernel, known", [
-    ("racecheck", "fwd_sm90", True), ("racecheck", "bwd_sm80", False),
-    ("memcheck", "fwd_sm90", False)])
+    ("initcheck", "bwd_preprocess", True), ("initcheck", "bwd_sm80", False),
+    ("memcheck", "bwd_preprocess", False)])
 def test_only_what_is_known_is_passed_over(tool, kernel, known):
-    """A race in a portable kernel, or a bad address anywhere, must not hide behind the list."""
-    found = reports([line.format(kernel, kernel) for line in RACE])
+    """Memory that a portable kernel reads unwritten, or a bad address, must not hide there."""
+    found = reports([line.format(kernel) for line in UNWRITTEN])
     assert len(found) == 1
     assert cell(tool, Outcome("ok", found)) == (("1 known", False) if known else ("1 NEW", True))
+
+
+def test_the_table_has_a_place_for_every_tool(monkeypatch, capsys):
+    """Hopper kernels under racecheck are left out and shown as such, not as "ok"."""
+    names = ["d64 causal, team", "portable d64 causal"]
+    outcome = Outcome("ok")
+    status = sanitize.show({None: dict.fromkeys(names, outcome),
+                            "racecheck": {names[1]: outcome}}, names)
+    _, first, second = capsys.readouterr().out.splitlines()
+    assert status == 0 and first.split()[-2:] == ["ok", "-"] and second.split()[-2:] == ["ok", "ok"]
 
 
 def test_a_tool_that_does_not_start(monkeypatch, capsys):
