@@ -159,13 +159,10 @@ def _plan(case: Case, direction: str) -> Plan:
 
 def compile_all(names: list[str]) -> None:
     """Fill the cache, all cores at work."""
-    library = nvrtc.default_library()
-    arch = nvrtc.choose_arch(driver.device(0).compute_capability, library)
-    todo = {(kernel.kernel, kernel.defines) for name in names
-            for direction in ("forward", "backward")
-            for kernel in _plan(CASES[name], direction).kernels}
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda kernel: modules.build(*kernel, arch), todo))
+    arch = nvrtc.choose_arch(driver.device(0).compute_capability, nvrtc.default_library())
+    modules.build_all(((kernel.kernel, kernel.defines) for name in names
+                       for direction in ("forward", "backward")
+                       for kernel in _plan(CASES[name], direction).kernels), arch)
 
 
 def child(names: list[str]) -> int:

@@ -1,15 +1,17 @@
 """A thousand repeats of one backward while others load the GPU; many small calls in a row."""
 
 import dataclasses
+import math
 
-import dashcupy
 import pytest
-from dashcupy import params
+from dashcupy import driver, params
 from dashcupy.launch import Launcher
 from dashcupy.layout import Layout
+from dashcupy.plan import Plan, make_plan
+from dashcupy.problem import Problem
 
 from . import kernels
-from .support import CAUSAL, DEVICE, Case, bits, expect_right, limit, run, torch
+from .support import DEVICE, Case, bits, compile_plans, expect_right, limit, run, torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -29,20 +31,35 @@ CELLS = [
 ]
 
 
+def plans_of(case: Case) -> list[Plan]:
+    """Forward, backward, and a backward of which warps of bwd_sm90 pause now and then."""
+    problem = Problem(case.batch, case.q_len, case.kv_len, case.n_q_head, case.n_kv_head,
+                      case.head_dim, case.dtype, case.mask, 1 / math.sqrt(case.head_dim))
+    capability = driver.device(0).compute_capability
+    forward, plan = (make_plan(problem, direction, capability, case.schedule)
+                     for direction in ("forward", "backward"))
+    delayed = dataclasses.replace(plan, kernels=tuple(
+        dataclasses.replace(kernel, defines=(*kernel.defines, ("DC_DELAY", 1)))
+        if kernel.kernel == "bwd_sm90" else kernel for kernel in plan.kernels))
+    return [forward, plan, delayed]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """All kernels of the cells are on disk."""
+    compile_plans(plan for case in CELLS for plan in plans_of(case))
+
+
 @limit(120)
 @pytest.mark.parametrize("case", CELLS, ids=lambda case: (
     f"d{case.head_dim}-{case.mask}-{case.q_len}-{case.schedule}"))
 def test_a_thousand_repeats(case):
-    # An order that is kept nearly always. Every other launch is a build in which warps of bwd_sm90
-    # pause now and then (DC_DELAY); SMs are taken by another stream all the while.
+    # An order that is kept nearly always. Every other launch is a build with pauses; SMs are taken
+    # by another stream all the while.
     inputs = case.draw()
     expected = run(case, inputs)
     expect_right(case, inputs, expected)
-    plan = dashcupy.attention_plan(*(inputs[name] for name in "qkv"), causal=CAUSAL[case.mask],
-                                   schedule=case.schedule)
-    delayed = dataclasses.replace(plan, kernels=tuple(
-        dataclasses.replace(kernel, defines=(*kernel.defines, ("DC_DELAY", 1)))
-        for kernel in plan.kernels))
+    _, plan, delayed = plans_of(case)
     grads = {name: torch.empty_like(expected[name]) for name in ("dq", "dk", "dv")}
     given = inputs | {name: expected[name] for name in ("out", "lse")} | grads
     layouts = {name: Layout(tuple(x.shape), x.stride(), str(x.dtype).removeprefix("torch."))

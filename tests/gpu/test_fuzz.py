@@ -1,10 +1,8 @@
 """Random problems on a GPU: right values and stable bits, sums by ticket, mistakes that pass by."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import dashcupy
 import pytest
-from dashcupy import driver, modules, nvrtc
+from dashcupy import driver
 from dashcupy.plan import make_plan
 from dashcupy.problem import Problem
 from hypothesis import HealthCheck, given, seed, settings
@@ -12,7 +10,17 @@ from hypothesis import strategies as st
 from random_problems import SEED, RandomProblem, lengths, problems
 
 from . import test_memory, test_order, truth
-from .support import CAUSAL, DEVICE, SCHEDULED, Case, expect_same_bits, limit, run, torch
+from .support import (
+    CAUSAL,
+    DEVICE,
+    SCHEDULED,
+    Case,
+    compile_plans,
+    expect_same_bits,
+    limit,
+    run,
+    torch,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -41,22 +49,14 @@ QUIET = dict(database=None, deadline=None, suppress_health_check=list(HealthChec
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
-    """All kernels of these problems, compiled on all cores: one by one would take minutes."""
-    capability = driver.devices()[0].compute_capability
-    library = nvrtc.default_library()
-    wanted = set()
-    for (head_dim, dtype), names in KINDS.items():
-        for mask in ("full", "causal"):
-            problem = Problem(1, 8, 8, 1, 1, head_dim, dtype, mask, 1.0)
-            for name in names:
-                if name == "auto" or (name, mask) in SCHEDULED:
-                    for aligned in (False, True):
-                        for direction in ("forward", "backward"):
-                            plan = make_plan(problem, direction, capability, name, aligned)
-                            wanted |= {(kernel.kernel, kernel.defines) for kernel in plan.kernels}
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda pair: modules.build(
-            *pair, nvrtc.choose_arch(capability, library), library), sorted(wanted, key=repr)))
+    """All kernels of these problems are on disk."""
+    capability = driver.device(0).compute_capability
+    compile_plans(
+        make_plan(Problem(1, 8, 8, 1, 1, head_dim, dtype, mask, 1.0), direction, capability, name,
+                  aligned)
+        for (head_dim, dtype), names in KINDS.items() for mask in ("full", "causal")
+        for name in names if name == "auto" or (name, mask) in SCHEDULED
+        for aligned in (False, True) for direction in ("forward", "backward"))
 
 
 @pytest.fixture
