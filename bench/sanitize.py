@@ -23,19 +23,18 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
 import dashcupy
-from dashcupy import arrays, driver, modules, nvrtc, params
+from dashcupy import arrays, driver, params
 from dashcupy.launch import Launcher
 from dashcupy.plan import Plan, make_plan
 from dashcupy.problem import Problem
+from dashcupy.source import PACKAGE
 
-from . import soak
+from . import ours, soak
 
-ROOT = Path(__file__).resolve().parent.parent
 PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
 TOOLS = ("memcheck", "synccheck", "initcheck", "racecheck")
 LIMIT_S = 40  # of one case; the first also starts Python
@@ -157,14 +156,6 @@ def _plan(case: Case, direction: str) -> Plan:
     return make_plan(problem, direction, target, case.schedule, aligned=case.shift == 0)
 
 
-def compile_all(names: list[str]) -> None:
-    """Fill the cache, all cores at work."""
-    arch = nvrtc.choose_arch(driver.device(0).compute_capability, nvrtc.default_library())
-    modules.build_all(((kernel.kernel, kernel.defines) for name in names
-                       for direction in ("forward", "backward")
-                       for kernel in _plan(CASES[name], direction).kernels), arch)
-
-
 def child(names: list[str]) -> int:
     """Run these cases, and say after each that it is done."""
     cupy = driver.require_cupy()
@@ -187,8 +178,8 @@ def run_tool(sanitizer: str, tool: str | None, names: list[str]) -> dict[str, Ou
     left = list(names)
     while left:
         prefix = [sanitizer, "--tool", tool, "--show-backtrace", "no", "--print-limit", "50"]
-        command = [*(prefix if tool else ()), sys.executable, "-m", "bench.sanitize", "--child",
-                   *left]
+        command = [*(prefix if tool else ()), sys.executable, "-m", "dashcupy", "bench", "sanitize",
+                   "--child", *left]
         for name, outcome in follow(command, left):
             found[name] = outcome
         ended = [name for name in left if found[name].state != "not run"]
@@ -200,7 +191,7 @@ def run_tool(sanitizer: str, tool: str | None, names: list[str]) -> dict[str, Ou
 
 def follow(command: list[str], names: list[str]):
     """Yield (case, outcome) as the child says that they are done; end it when one takes long."""
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE,
+    process = subprocess.Popen(command, cwd=PACKAGE.parent, stdout=subprocess.PIPE,
                                stderr=subprocess.STDOUT, start_new_session=True)
     left, lines = list(names), []
     try:
@@ -293,7 +284,9 @@ def main(arguments: list[str] | None = None) -> int:
     names = [name for name in CASES if options.cases in name]
     tools: list[str | None] = [None, *options.tools.split(",")]
     os.environ["DASHCUPY_LINEINFO"] = "1"  # reports name lines
-    compile_all(names)
+    ours.compile_ahead([_plan(CASES[name], direction) for name in names
+                        for direction in ("forward", "backward")],
+                       driver.device(0).compute_capability)
     found: dict[str | None, dict[str, Outcome]] = {None: run_tool(sanitizer, None, names)}
     with ThreadPoolExecutor() as pool:
         found |= zip(tools[1:], pool.map(lambda tool: run_tool(sanitizer, tool, [

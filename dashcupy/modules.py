@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -83,12 +82,6 @@ def build(kernel: str, defines: Defines, arch: str, library: nvrtc.Library | Non
             cache.keep_source(name, text)
         return cache.fetch(
             name, lambda: nvrtc.compile_cubin(text, arch, options, library=library).cubin)
-
-
-def build_all(kernels: Iterable[tuple[str, Defines]], arch: str) -> None:
-    """Compile all of these (kernel, defines) that are not on disk, on all cores; see `build`."""
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda kernel: build(*kernel, arch), dict.fromkeys(kernels)))
 
 
 def load(kernel: str, defines: Defines, device_id: int, *, smem_bytes: int = 0) -> Kernel:

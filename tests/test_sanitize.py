@@ -9,6 +9,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import sanitize
 from bench.sanitize import CASES, Outcome, cell, reports, run_tool
 
+from dashcupy import source
+
 NAMES = list(CASES)[:4]
 UNWRITTEN = ["========= Uninitialized __global__ memory read of size 4 bytes",
              "=========     at {}+0x20", "========="]
@@ -84,5 +86,5 @@ def test_every_kernel_has_a_case(monkeypatch):
         index, "", (9, 0), 132, 1, 1))
     launched = {kernel.kernel for case in CASES.values() for direction in ("forward", "backward")
                 for kernel in sanitize._plan(case, direction).kernels}
-    here = {path.stem for path in sanitize.ROOT.glob("cuda_src/*.cu")}
+    here = {path.stem for path in source.cuda_root().glob("*.cu")}
     assert launched == here
