@@ -87,4 +87,4 @@ def test_every_kernel_has_a_case(monkeypatch):
     launched = {kernel.kernel for case in CASES.values() for direction in ("forward", "backward")
                 for kernel in sanitize._plan(case, direction).kernels}
     here = {path.stem for path in source.cuda_root().glob("*.cu")}
-    assert launched == here
+    assert launched == here - {"spin"}  # which reads and writes nothing
