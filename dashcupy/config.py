@@ -96,7 +96,7 @@ class BackwardConfig:
     Parameters
     ----------
     kernel
-        ``"bwd_sm80"``, ``"bwd_sm90"``, or ``"cpu"`` for the NumPy backend.
+        ``"bwd_sm80"``, ``"bwd_sm90"``, ``"bwd_sm90_d64"``, or ``"cpu"`` for the NumPy backend.
     q_stages, do_stages
         Tiles of q, and of dout, in flight; 0 on the CPU.
     """
@@ -141,7 +141,7 @@ def choose_config(problem: Problem, direction: str, target: Target) -> Config:
     text = _smem_text(target, limit)
     if uses_tensor_maps(problem, direction, target):
         return (config_sm90.forward_config(problem, text)
-                if direction == "forward" else _backward_sm90_config(text))
+                if direction == "forward" else _backward_sm90_config(problem.head_dim, text))
     pad = head_dim_pad(problem.head_dim)
     choose = {"forward": _forward_config, "backward": _backward_config}[direction]
     return choose(pad, limit, text)
@@ -250,10 +250,9 @@ def _backward_config(pad: int, limit: int, smem_text: str) -> BackwardConfig:
     raise AssertionError("the last entry of every list fits the smallest GPU")
 
 
-def _backward_sm90_config(smem_text: str) -> BackwardConfig:
-    stages = config_sm90.BACKWARD_STAGES
+def _backward_sm90_config(head_dim: int, smem_text: str) -> BackwardConfig:
+    pad = 64 if head_dim <= 64 else 128
+    kernel, n_warp, stages, reason = config_sm90.BACKWARD_LOOPS[pad]
     return BackwardConfig(
-        "bwd_sm90", config_sm90.BACKWARD_Q_TILE, config_sm90.BACKWARD_KV_TILE,
-        4 * (1 + config_sm90.BACKWARD_CONSUMERS), config_sm90.BACKWARD_HEAD_DIM, stages, stages,
-        config_sm90.backward_smem_bytes(),
-        f"{smem_text}; two warpgroups hold dk and dv of 64 keys each in registers")
+        kernel, config_sm90.BACKWARD_Q_TILE, config_sm90.BACKWARD_KV_TILE, n_warp, pad, stages,
+        stages, config_sm90.backward_smem_bytes(pad), f"{smem_text}; {reason}")

@@ -12,13 +12,19 @@ WARPGROUP_ROWS = 64
 _PANEL_COLUMNS = 64
 _SMEM_ALIGNMENT = 1024
 
-# The backward: its main loop is made for one head_dim and these tiles.
-BACKWARD_HEAD_DIM = 128
+# The backward: two main loops of the same tiles, by columns of a tile: (kernel, warps, stages of q
+# and of dout, reason).
 BACKWARD_Q_TILE, BACKWARD_KV_TILE = 64, 128
-BACKWARD_CONSUMERS, BACKWARD_STAGES = 2, 2
+BACKWARD_LOOPS = {
+    64: ("bwd_sm90_d64", 16, 4, "two warpgroups take the steps in turn, a third holds dk and dv of "
+                                "all keys in registers"),
+    128: ("bwd_sm90", 12, 2, "two warpgroups hold dk and dv of 64 keys each in registers"),
+}
+BACKWARD_KERNELS = tuple(loop[0] for loop in BACKWARD_LOOPS.values())
 # Scales for which lse / scale, and what hides a key, stay inside float32 (tile/row_values.cuh).
-_BACKWARD_SCALES = (2.0**-20, 2.0**20)
+_ROW_VALUE_SCALES = (2.0**-20, 2.0**20)
 _BATCH_STEPS, _N_BATCH = 8, 4
+_BATCHES_BYTES = _N_BATCH * (16 * _BATCH_STEPS + 4 * 12)
 ROW_VALUE_BYTES = 16
 
 # By columns of a tile: (kv_tile, consumer warpgroups, stages of k and of v, stages of q,
@@ -117,18 +123,28 @@ def forward_smem_bytes(kv_tile: int, n_consumer: int, pad: int, stages: int,
 
 
 def serves_backward(problem: Problem) -> bool:
-    """Whether ``bwd_sm90`` can do a problem of a dtype that GPUs can do: head_dim and scale."""
-    least, most = _BACKWARD_SCALES
-    return problem.head_dim == BACKWARD_HEAD_DIM and least <= problem.scale <= most
+    """Whether a Hopper backward can do a problem of a dtype that GPUs can do.
+
+    That of head_dim 128 takes lse and delta as operands of a product, which limits the scale; that
+    of head_dim up to 64 pads columns with zeros as it loads.
+    """
+    least, most = _ROW_VALUE_SCALES
+    return problem.head_dim <= 64 or (problem.head_dim == 128 and least <= problem.scale <= most)
 
 
-def backward_smem_bytes() -> int:
-    """Shared memory of bwd_sm90: SharedStorage in bwd_sm90_layout.cuh."""
-    q_tile, kv_tile, head_dim = BACKWARD_Q_TILE, BACKWARD_KV_TILE, BACKWARD_HEAD_DIM
-    k_v = 2 * kv_tile * head_dim * 2
-    stage = (2 * q_tile * head_dim * 2 + kv_tile * q_tile * 2 + q_tile * head_dim * 4
-             + q_tile * ROW_VALUE_BYTES)  # q and dout, dS, the part of dq, row values
-    batches = _N_BATCH * (16 * _BATCH_STEPS + 4 * 12)
-    barriers = 8 * (6 * BACKWARD_STAGES + 3 + 2 * _N_BATCH + 1)
-    total = k_v + BACKWARD_STAGES * stage + batches + barriers
+def backward_smem_bytes(pad: int) -> int:
+    """Shared memory of a Hopper backward: SharedStorage in its layout."""
+    q_tile, kv_tile, stages = BACKWARD_Q_TILE, BACKWARD_KV_TILE, BACKWARD_LOOPS[pad][2]
+    q_bytes, kv_bytes, score_bytes = 2 * q_tile * pad, 2 * kv_tile * pad, 2 * q_tile * kv_tile
+    if pad == 64:
+        # k and v twice; q, dout, lse and delta; P and dS of two warpgroups; dk and dv.
+        tiles = (4 * kv_bytes + stages * (2 * q_bytes + 2 * 4 * q_tile) + 4 * score_bytes
+                 + 2 * kv_bytes)
+        barriers = 2 * stages + 2 * 2 + 4 * 2 + 2 * _N_BATCH + 1
+    else:
+        # k and v; q and dout, dS, the part of dq, row values.
+        tiles = 2 * kv_bytes + stages * (2 * q_bytes + score_bytes + 4 * q_tile * pad
+                                         + q_tile * ROW_VALUE_BYTES)
+        barriers = 6 * stages + 3 + 2 * _N_BATCH + 1
+    total = tiles + _BATCHES_BYTES + 8 * barriers
     return -(-total // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT

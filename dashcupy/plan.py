@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from . import plan_sm90, schedules
 from .config import BackwardConfig, Config, Target, choose_config, uses_tensor_maps
-from .config_sm90 import ForwardSm90Config
+from .config_sm90 import BACKWARD_KERNELS, ForwardSm90Config
 from .errors import UnsupportedError
 from .plan_backward import backward_kernels, backward_workspace
 from .plan_parts import KernelPlan, Region, pairs, shared_defines
@@ -129,7 +129,7 @@ def make_plan(problem: Problem, direction: str, target: Target, schedule: str = 
     config = choose_config(problem, direction, target)
     shape = _shape(problem, config)
     # A wrong name is refused for the forward too.
-    chosen = schedules.resolve(schedule, shape, teams=config.kernel.startswith("bwd_sm90"))
+    chosen = schedules.resolve(schedule, shape, config.kernel)
     chosen = chosen if direction == "backward" else None
     _check_order(chosen, config)
     name = chosen.NAME if chosen else None
@@ -171,11 +171,12 @@ def _check_sizes(problem: Problem, shape: Shape, schedule: schedules.Schedule | 
 
 
 def _check_order(schedule: schedules.Schedule | None, config: Config) -> None:
-    if schedule is None or schedule.DETERMINISTIC or config.kernel == "bwd_sm90":
+    if schedule is None or schedule.DETERMINISTIC or config.kernel in BACKWARD_KERNELS:
         return
     raise UnsupportedError(
-        f"schedule={schedule.NAME!r} runs on bwd_sm90 only (compute capability 9.0), and this "
-        f"problem is for {config.kernel}; use 'auto', or one of {', '.join(schedules.names())}")
+        f"schedule={schedule.NAME!r} runs on the Hopper backwards only (compute capability 9.0; "
+        f"{', '.join(BACKWARD_KERNELS)}), and this problem is for {config.kernel}; use "
+        f"'auto', or one of {', '.join(schedules.names())}")
 
 
 def _forward_kernels(problem: Problem, config: Config, shape: Shape, aligned: bool,
@@ -300,11 +301,13 @@ def head_group(problem: Problem, config: BackwardConfig) -> int:
     Many heads at a time shorten the queue for each dq tile; few keep q, dout and dq_accum of the
     heads in flight inside L2. Measured on an H200 (bench/README.md): 16 heads at least, and up to
     2^17 rows with ``bwd_sm80``, whose CTAs wait for their turn; 2^14 with ``bwd_sm90``, whose dq
-    writers wait instead, and which outruns the memory behind L2.
+    writers wait instead, and which outruns the memory behind L2; 2^15 with ``bwd_sm90_d64``,
+    however few heads that are: a turn ends sooner when L2 holds the sum.
     """
     n_head = problem.batch * problem.n_kv_head
-    rows = 2**17 if config.kernel == "bwd_sm80" else 2**14
-    return max(1, min(n_head, max(16, rows // max(problem.kv_len, 1))))
+    rows, least = {"bwd_sm90": (2**14, 16), "bwd_sm90_d64": (2**15, 1)}.get(
+        config.kernel, (2**17, 16))
+    return max(1, min(n_head, max(least, rows // max(problem.kv_len, 1))))
 
 
 def scale_log2(problem: Problem) -> float:

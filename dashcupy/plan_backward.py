@@ -23,16 +23,17 @@ def backward_kernels(problem: Problem, config: BackwardConfig, shape: Shape,
     ----------
     problem, config, shape, schedule
     aligned
-        Whether arrays may be read 16 bytes at a time, or by tensor maps; without it ``bwd_sm90``
-        reads copies of q, k, v and dout.
+        Whether arrays may be read 16 bytes at a time, or by tensor maps; without it the Hopper
+        kernels read copies of q, k, v and dout.
     debug
         Whether waits are bounded and reported.
     """
-    is_sm90 = config.kernel == "bwd_sm90"
+    is_sm90 = config.kernel in config_sm90.BACKWARD_KERNELS
     shared = shared_defines(problem, config, "backward") | {
         "DC_ALIGNED": int(aligned), "DC_SEMAPHORE_STRIDE": SEMAPHORE_STRIDE}
     if is_sm90:
-        shared |= {"DC_ROW_VALUES": 1, "DC_UNORDERED": int(not schedule.DETERMINISTIC)}
+        shared |= {"DC_ROW_VALUES": int(_takes_row_values(config)),
+                   "DC_UNORDERED": int(not schedule.DETERMINISTIC)}
     n_tile = shape.n_q * problem.batch * problem.n_q_head
     n_work = schedules.total_work(schedule, shape, problem.batch * problem.n_kv_head)
     kernels: list[KernelPlan] = []
@@ -71,7 +72,7 @@ def backward_workspace(problem: Problem, config: BackwardConfig, shape: Shape,
     n_tile = problem.batch * problem.n_q_head * shape.n_q
     n_row = n_tile * config.q_tile
     rows = "[batch, n_q_head, padded q_len]"
-    if config.kernel == "bwd_sm90":
+    if _takes_row_values(config):
         wanted = {"lse_log2": (config_sm90.ROW_VALUE_BYTES * n_row,
                                f"bfloat16 {rows}[8]: -lse / scale and -delta in three parts each")}
     else:
@@ -86,3 +87,8 @@ def backward_workspace(problem: Problem, config: BackwardConfig, shape: Shape,
     if debug:
         wanted["report"] = (4 * REPORT_WORDS, "uint32: who gave up waiting")
     return lay_out(wanted | plan_sm90.copies(problem, kernels))
+
+
+def _takes_row_values(config: BackwardConfig) -> bool:
+    """Whether lse and delta come as operands of a product (``tile/row_values.cuh``)."""
+    return config.kernel == "bwd_sm90"

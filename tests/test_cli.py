@@ -108,8 +108,8 @@ def test_build_fills_the_cache_without_a_gpu(capsys, monkeypatch, tmp_path):
             "yes", "--schedule", "symmetric_shift"]
     assert cli.main(argv) == 0
     kernels = sorted(path.name.split("-")[0] for path in tmp_path.glob("*.cubin"))
-    assert kernels == ["bwd_preprocess", "bwd_sm80", "fwd_sm90"]
-    assert "3 of 3 kernels are in the cache" in capsys.readouterr().out
+    assert kernels == ["bwd_postprocess", "bwd_preprocess", "bwd_sm90_d64", "fwd_sm90"]
+    assert "4 of 4 kernels are in the cache" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_build_of_a_head_dim_that_only_the_forward_serves(built, capsys):
     """The missing backward once refused the whole build."""
     assert cli.main(["build", "--arch", "sm_90a", "--head-dim", "64", "192", "256"]) == 0
     wide = [kernel for kernel, defines in built if defines["DC_HEAD_DIM"] > 128]
-    assert wide == ["fwd_sm90"] * 8 and any(kernel == "bwd_sm80" for kernel, _ in built)
+    assert wide == ["fwd_sm90"] * 8 and any(kernel == "bwd_sm90_d64" for kernel, _ in built)
     for refused in (["--arch", "sm_90a", "--head-dim", "192", "--schedule", "auto"],
                     ["--arch", "sm_80", "--head-dim", "192"]):
         assert cli.main(["build", *refused]) == 2

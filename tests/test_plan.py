@@ -100,12 +100,16 @@ def test_the_hopper_backward_keeps_its_heads_in_l2():
     rows = {target: head_group(asked, choose_config(asked, "backward", target)) * 2048
             for target in (B200, H200)}
     assert rows == {B200: 2**17, H200: 2**15}
+    for kv_len in (512, 1 << 14):
+        asked = problem(head_dim=64, batch=64, kv_len=kv_len)
+        assert head_group(asked, choose_config(asked, "backward", H200)) * kv_len == 2**15
 
 
 @pytest.mark.parametrize("target", ["cpu", B200])
 def test_unordered_is_refused_where_no_kernel_has_it(target):
     """Running some order instead would measure the wrong thing."""
-    with pytest.raises(UnsupportedError, match="'unordered' runs on bwd_sm90 only .* use 'auto'"):
+    message = "'unordered' runs on the Hopper backwards only .* use 'auto'"
+    with pytest.raises(UnsupportedError, match=message):
         make_plan(problem(), "backward", target, "unordered")
 
 

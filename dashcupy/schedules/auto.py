@@ -8,26 +8,29 @@ from .shape import Shape
 _LEAST_TEAM_TILES = 8
 
 
-def auto(shape: Shape, teams: bool = False) -> str:
+def auto(shape: Shape, kernel: str = "") -> str:
     """Name of the schedule for a shape: a pure function, so that "auto" keeps its bits.
 
     Parameters
     ----------
     shape
-    teams
-        Whether the kernel is one that teams make faster: those of Hopper.
+    kernel
+        Which kernel runs it: those of Hopper have preferences of their own.
 
     Notes
     -----
-    Without teams only launch-ordered schedules (``team_size`` 1) come into question: they cannot
-    hang, however few CTAs are resident, and need no cooperative launch.
+    Launch-ordered schedules (``team_size`` 1) cannot hang, however few CTAs are resident, and need
+    no cooperative launch.
 
     * causal: ``descending`` starts the long kv tiles first, so that no CTA is left alone with a
-      long one, and its kv tiles leave the last q tile one after another, each one step later. With
-      teams ``symmetric_shift``, whose kv tiles never meet.
+      long one, and its kv tiles leave the last q tile one after another, each one step later.
     * full: ``ascending``; all kv tiles are equally long, so the order of works is all the same.
-      With teams ``shift``.
+    * ``bwd_sm90``: teams, ``symmetric_shift`` and ``shift``, whose kv tiles never meet.
+    * ``bwd_sm90_d64``, causal: ``shortest_first``. Its steps are half as long, so that a turn takes
+      almost two of them; the kv tiles of ``shortest_first`` begin two q tiles apart.
     """
-    if teams and shape.num_active_kv_tiles() >= _LEAST_TEAM_TILES:
+    if kernel == "bwd_sm90" and shape.num_active_kv_tiles() >= _LEAST_TEAM_TILES:
         return "symmetric_shift" if shape.causal else "shift"
+    if kernel == "bwd_sm90_d64" and shape.causal:
+        return "shortest_first"
     return "descending" if shape.causal else "ascending"

@@ -96,11 +96,12 @@ def test_repeats_under_load(schedule, mask, head_dim):
     torch.cuda.synchronize()
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("schedule", "mask"), SCHEDULED)
-def test_random_delays(schedule, mask):
+def test_random_delays(schedule, mask, head_dim):
     # Warps of one CTA that meet in an order which no run has shown so far: with DC_DELAY those of
-    # bwd_sm90 pause now and then. A barrier or a fence that is missing, and a hang.
-    case = RACY.replace(schedule=schedule, mask=mask, head_dim=128, batch=1)
+    # the Hopper kernels pause now and then. A barrier or a fence that is missing, and a hang.
+    case = RACY.replace(schedule=schedule, mask=mask, head_dim=head_dim, batch=1)
     inputs = case.draw()
     expected = run(case, inputs)
     plan = dashcupy.attention_plan(*(inputs[name] for name in "qkv"), causal=CAUSAL[mask],
