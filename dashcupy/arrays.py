@@ -240,7 +240,7 @@ class _Dlpack(Framework):
                 f"CUDA memory); for memory of the CPU give numpy.from_dlpack({name})")
         driver.device(int(index))  # where there is no such GPU, says so better than CuPy
         # CuPy passes its current stream: the producer makes it wait for what is not yet written.
-        return CUPY.borrow(require_cupy().from_dlpack(x), name)
+        return CUPY.borrow(driver.on_device(int(index), require_cupy().from_dlpack, x), name)
 
     def maker(self, like, shape, dtype):
         return CUPY.maker(like, shape, dtype)
@@ -264,7 +264,8 @@ class _Jax(Framework):
                                     f"CUDA GPU, or the CPU); gather it with jax.device_put")
         if platforms == {"cpu"}:
             return Borrowed(x, 0, Layout(x.shape, None, dtype_name(x.dtype)), CPU)
-        return CUPY.borrow(require_cupy().from_dlpack(x), name)
+        index, = (device.local_hardware_id for device in devices)
+        return CUPY.borrow(driver.on_device(index, require_cupy().from_dlpack, x), name)
 
     def maker(self, like, shape, dtype):
         if dtype == "uint8":
@@ -387,7 +388,7 @@ def hold(stream: int, arrays: list[Any]) -> None:
     cuda = require_cupy().cuda
     event = cuda.Event(disable_timing=True)
     cuda.runtime.eventRecord(event.ptr, stream)
-    with _held_guard:
+    with _held_guard, driver.relaxed_capture():  # to ask an event is unsafe for CUDA
         _held.append((event, arrays))
         while _held and _held[0][0].done:
             _held.popleft()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -56,8 +55,8 @@ def run(direction: str, inputs: tuple[Any, ...], given: tuple[Any, ...], *,
         key, pointers = (options, seen[0]), seen[1]
         known = ready.find(key, pointers)
         if known is not None:
-            return tuple(_on_device(known.device, known.enqueue, pointers, inputs, given,
-                                    workspace, n_wanted)[:n_wanted])
+            return tuple(driver.on_device(known.device, known.enqueue, pointers, inputs, given,
+                                          workspace, n_wanted)[:n_wanted])
     framework, borrowed = arrays.borrow_all(INPUTS[direction], inputs)
     outputs: list[Borrowed | None] = [None] * len(given)
     scratch = None
@@ -67,12 +66,12 @@ def run(direction: str, inputs: tuple[Any, ...], given: tuple[Any, ...], *,
     if device == CPU:
         results = _run_cpu(direction, framework, borrowed, outputs, options[1:4])
     else:
-        new = _on_device(device, _prepare, framework, borrowed, outputs, scratch, options)
+        new = driver.on_device(device, _prepare, framework, borrowed, outputs, scratch, options)
         if seen is not None:
             ready.remember(key, new)
         everything = (*borrowed, *outputs, scratch)
         views = [None if b is None else b.array for b in everything]
-        results = _on_device(
+        results = driver.on_device(
             device, new.enqueue, [0 if b is None else b.pointer for b in everything],
             views[:len(inputs)], views[len(inputs):-1], views[-1], n_wanted)
     return tuple(result if x is None else x for x, result in zip(given, results[:n_wanted]))
@@ -139,25 +138,13 @@ def _cpu_plan(direction: str, mask: str, scale: float | None, schedule: str, lay
     return make_plan(problem, direction, CPU, schedule)
 
 
-def _on_device(device: int, function: Callable, *arguments: Any) -> Any:
-    """Call with that GPU as the current one."""
-    runtime = driver.require_cupy().cuda.runtime
-    current = runtime.getDevice()
-    if current == device:
-        return function(*arguments)
-    runtime.setDevice(device)
-    try:
-        return function(*arguments)
-    finally:
-        runtime.setDevice(current)
-
-
 def _prepare(framework: Framework, borrowed: list[Borrowed], outputs: list[Borrowed | None],
              scratch: Borrowed | None, options: tuple) -> Ready:
     """Plan and launcher of a call on the current GPU; all checks that are not done yet."""
-    launcher, wanted = _launcher(
-        borrowed[0].device, _may_be_aligned(options[0], borrowed, outputs), *options,
-        _layouts(borrowed), _layouts(outputs))
+    with driver.relaxed_capture():  # loading a kernel allocates
+        launcher, wanted = _launcher(
+            borrowed[0].device, _may_be_aligned(options[0], borrowed, outputs), *options,
+            _layouts(borrowed), _layouts(outputs))
     if scratch is not None:
         _check_workspace(scratch, launcher.plan.workspace_bytes)
     return Ready(framework, launcher, wanted, borrowed, outputs, scratch)

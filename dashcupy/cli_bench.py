@@ -10,14 +10,16 @@ import sys
 from .errors import UnsupportedError
 from .source import PACKAGE
 
-SCRIPTS = ("forward", "backward", "schedules", "paper", "overhead", "cpu", "show")
+SCRIPTS = ("forward", "backward", "schedules", "paper", "overhead", "cpu", "train_repro", "soak",
+           "sanitize", "show")
 _NAME = f"{__package__}.bench"
 
 DESCRIPTION = """\
 Time the kernels on this GPU beside other packages' (forward, backward), every schedule beside the
 simulator (schedules), repeat the experiment of the DASH paper (paper), time what a call costs the
-host (overhead), time the NumPy backend (cpu), show results (show). `bench SCRIPT --help` lists the
-options of a script.
+host (overhead), time the NumPy backend (cpu), train a model and compare runs to the bit
+(train_repro), make very many calls (soak), run all kernels under compute-sanitizer (sanitize),
+show results (show). `bench SCRIPT --help` lists the options of a script.
 """
 
 

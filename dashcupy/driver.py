@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 from .errors import DeviceError
 
 _ERROR_INVALID_CONTEXT = 201
+_CAPTURE_MODE_RELAXED = 2
 _LIBRARY_NAME = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 # CUdevice_attribute
 _SM_COUNT, _MAJOR, _MINOR, _SMEM_OPTIN_BYTES = 16, 75, 76, 97
@@ -118,7 +121,7 @@ def _call(name: str, *arguments) -> None:
         raise DeviceError(f"no NVIDIA driver: {_LIBRARY_NAME} cannot be loaded; install the "
                           f"driver (in a container: pass the GPUs through), or give NumPy "
                           f"arrays to compute on the CPU")
-    code = getattr(library(), name)(*arguments)
+    code = with_context(lambda: getattr(library(), name)(*arguments))
     if code != 0:
         text = ctypes.c_char_p()
         library().cuGetErrorString(code, ctypes.byref(text))
@@ -127,24 +130,84 @@ def _call(name: str, *arguments) -> None:
                           f"`python -m dashcupy info` shows what the driver sees")
 
 
-def with_context(call: Callable[[], int], device: int | None = None) -> int:
+def with_context(call: Callable[[], int]) -> int:
     """Code of a driver call, made again where the thread has not yet used the GPU.
 
     Such a thread has no context, without which the driver refuses most calls; setDevice gives it
-    the one of ``device`` (by default CuPy's current device).
+    the one of the GPU that is current for the runtime and CuPy.
     """
     code = call()
     if code == _ERROR_INVALID_CONTEXT:
         runtime = require_cupy().cuda.runtime
-        runtime.setDevice(runtime.getDevice() if device is None else device)
+        runtime.setDevice(runtime.getDevice())
         code = call()
     return code
 
 
+def on_device(device: int, function: Callable, *arguments: Any) -> Any:
+    """Call with that GPU as the current one, and leave the thread as it was.
+
+    The runtime, and CuPy with it, follow the context that is current for the driver. To switch
+    there and back by setDevice would make a context on the GPU that it goes back to: hundreds of
+    MB on a GPU that nobody may use.
+    """
+    cupy = require_cupy()
+    try:
+        current = cupy.cuda.runtime.getDevice()
+    except RuntimeError as error:  # CuPy's
+        raise DeviceError(f"CUDA does not answer: {error}; a process that was forked after its "
+                          f"parent had used CUDA cannot use it: start it by spawn") from error
+    if current == device:
+        return function(*arguments)
+    _call("cuCtxPushCurrent_v2", _primary_context(device))
+    try:
+        return function(*arguments)
+    finally:
+        library().cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+
+@functools.cache
+def _primary_context(device: int) -> ctypes.c_void_p:
+    """The context of a GPU that all frameworks share, kept as long as the process."""
+    handle, context = ctypes.c_int(), ctypes.c_void_p()
+    _call("cuInit", 0)
+    _call("cuDeviceGet", ctypes.byref(handle), device)
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
+    return context
+
+
+@contextlib.contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Allow this thread what is unsafe while a CUDA graph is recorded, such as an allocation.
+
+    In CUDA's "global" mode, torch's default, an unsafe call of any thread spoils the recording.
+    Only for what no recorded work depends on.
+    """
+    mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+    _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
 def is_capturing(stream: int) -> bool:
-    """Whether what is enqueued on a stream is recorded into a CUDA graph instead of run."""
+    """Whether what is enqueued on a stream is recorded into a CUDA graph instead of run.
+
+    Raises
+    ------
+    DeviceError
+        An error has spoiled the recording, or the GPU.
+    """
     # The legacy default stream (0 or 1) cannot be captured, and asking may be an error.
-    return stream not in (0, 1) and bool(require_cupy().cuda.runtime.streamIsCapturing(stream))
+    if stream in (0, 1):
+        return False
+    try:
+        return bool(require_cupy().cuda.runtime.streamIsCapturing(stream))
+    except RuntimeError as error:  # CuPy's
+        raise DeviceError(f"the stream cannot be used: {error}; an earlier call did what no "
+                          f"recording of a CUDA graph allows, or an earlier kernel failed: run "
+                          f"with CUDA_LAUNCH_BLOCKING=1") from error
 
 
 def require_cupy() -> ModuleType:

@@ -12,9 +12,8 @@ import jax
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from . import call
+from . import call, driver
 from .arrays import CPU
-from .driver import require_cupy
 from .errors import InvalidInputError, UnsupportedError
 from .layout import Layout, dtype_name
 from .plan import make_plan
@@ -186,8 +185,11 @@ class _Callback:
         if kind == _DLPACK_CPU:
             self._run_views(np.asarray, results, inputs)
             return
-        cupy = require_cupy()
-        with cupy.cuda.Device(device), cupy.cuda.Stream.from_external(_Stream(context.stream)):
+        driver.on_device(device, self._run_on_stream, context.stream, results, inputs)
+
+    def _run_on_stream(self, stream, results, inputs) -> None:
+        cupy = driver.require_cupy()
+        with cupy.cuda.Stream.from_external(_Stream(stream)):
             self._run_views(cupy.from_dlpack, results, inputs)
 
     def _run_views(self, view, results, inputs) -> None:

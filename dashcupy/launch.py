@@ -89,9 +89,6 @@ class Launcher:
         self._offsets = tuple(region.offset for region in plan.workspace)
         self._cleared = tuple((plan.region(name).offset, plan.region(name).n_bytes)
                               for name in plan.cleared)
-        # In a thread that has not yet used the GPU this gives it the GPU's context, without which
-        # the driver cannot tell how many CTAs are resident.
-        driver.require_cupy().cuda.runtime.setDevice(device)
         self._kernels = tuple(_LoadedKernel(kernel, plan, device, max_ctas)
                               for kernel in plan.kernels)
         # Kernels that take the same struct share it.
@@ -126,7 +123,7 @@ class Launcher:
             Debug builds: a CTA gave up waiting for its turn.
         """
         addresses = (*pointers, *[workspace + offset for offset in self._offsets])
-        counter = self._counters.take(driver.is_capturing(stream)) if self._counters else 0
+        counter = self._counters.take(stream) if self._counters else 0
         structs = [make(addresses, counter) for make in self._makers]
         # Addresses of each kernel's arguments: structs in `bytes` objects.
         arguments = [kind(*[structs[i] for i in group]) for kind, group in self._groups]
@@ -163,8 +160,7 @@ class _LoadedKernel:
             *map(ctypes.c_uint, (self._grid, 1, 1, kernel.threads, 1, 1, kernel.smem_bytes)))
 
     def launch(self, stream: int, arguments: ctypes.Array) -> None:
-        code = driver.with_context(lambda: self._call(stream, arguments, *self._last),
-                                   self._device)
+        code = driver.with_context(lambda: self._call(stream, arguments, *self._last))
         if code:
             kernel = self._kernel
             raise DeviceError(

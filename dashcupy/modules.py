@@ -122,21 +122,29 @@ def _load(kernel: str, defines: Defines, device_id: int, smem_bytes: int) -> Ker
     gpu = driver.device(device_id)
     arch = nvrtc.choose_arch(gpu.compute_capability, nvrtc.default_library())
     path = build(kernel, defines, arch)
-    taken = resources(path.read_bytes())[kernel]
+    try:
+        taken = resources(path.read_bytes())[kernel]
+    except OSError as error:
+        raise DeviceError(f"the compiled {kernel} cannot be read back ({error}): something empties "
+                          f"the cache; call again, or set DASHCUPY_CACHE_DIR") from error
     total = smem_bytes + taken.static_smem_bytes
     if total > gpu.smem_bytes:
         raise DeviceError(f"{kernel} needs {total} bytes of shared memory and {gpu.name} gives a "
                           f"CTA {gpu.smem_bytes}: choose smaller tiles or fewer stages")
-    with cupy.cuda.Device(device_id):
-        try:
-            raw = cupy.RawModule(path=str(path)).get_function(kernel)
-            function = raw.kernel.ptr
-            if total > _SMEM_LIMIT_BYTES:
-                raw.max_dynamic_shared_size_bytes = smem_bytes
-        except RuntimeError as error:  # CuPy's driver and runtime errors
-            raise DeviceError(
-                f"{gpu.name} refuses {kernel} ({path}, {arch}, {nvrtc.default_library()}): "
-                f"{error}; `python -m dashcupy info` shows driver and compiler") from error
+
+    def load_function():
+        raw = cupy.RawModule(path=str(path)).get_function(kernel)
+        function = raw.kernel.ptr
+        if total > _SMEM_LIMIT_BYTES:
+            raw.max_dynamic_shared_size_bytes = smem_bytes
+        return function, raw
+
+    try:
+        function, raw = driver.on_device(device_id, load_function)
+    except RuntimeError as error:  # CuPy's driver and runtime errors
+        raise DeviceError(
+            f"{gpu.name} refuses {kernel} ({path}, {arch}, {nvrtc.default_library()}): "
+            f"{error}; `python -m dashcupy info` shows driver and compiler") from error
     return Kernel(kernel, arch, device_id, function, raw, taken, path)
 
 

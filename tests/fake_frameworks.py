@@ -1,4 +1,4 @@
-"""A torch and a JAX on the fake GPUs: just what dashcupy asks of the real ones."""
+"""A torch, a JAX and others on the fake GPUs: just what dashcupy asks of the real ones."""
 
 from __future__ import annotations
 
@@ -65,7 +65,24 @@ class FakeJaxArray:
     def devices(self):
         return self._devices
 
+    def __dlpack_device__(self):
+        return 2, self.array.data.device_id
+
     def __dlpack__(self, stream):
+        self.streams.append(stream)
+        return self.array
+
+
+class Foreign:
+    """An array that only speaks DLPack."""
+
+    def __init__(self, shape, dtype="float16", device=0, kind=2):
+        self.kind, self.array, self.streams = kind, FakeArray(shape, dtype, device), []
+
+    def __dlpack_device__(self):
+        return self.kind, self.array.data.device_id
+
+    def __dlpack__(self, stream=None):
         self.streams.append(stream)
         return self.array
 

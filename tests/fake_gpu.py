@@ -7,13 +7,13 @@ import ctypes
 import itertools
 import struct
 import sys
+import threading
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 
 from dashcupy import arguments, arrays, call, counters, driver, launch, modules, params, ready
-from dashcupy.errors import DeviceError
 
 STREAM = 0x5000
 CURRENT_DEVICE = 0
@@ -28,11 +28,16 @@ STRUCTS = {"fwd_sm80": "forward", "bwd_preprocess": "backward", "bwd_sm80": "bac
            "bwd_postprocess": "backward", "bwd_sm90_d64": "backward"}
 SECOND_STRUCTS = {"bwd_sm90": "backward_maps", "bwd_sm90_d64": "backward_maps"}
 COUNTERS = 0x7000_0000
+SETTING_UP = 0x6000  # the stream on which counters are made
 # CUresult; map, data type, rank, address, sizes, strides, box, element strides, interleave,
 # swizzle, L2 promotion, fill
 _ENCODE = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p,
            ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_uint64),
            ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(ctypes.c_uint32), *[ctypes.c_int] * 4)
+_INT, _HANDLE = ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_void_p)
+_CONTEXT = 0xC000  # handle of the context of GPU 0
+_NO_CONTEXT = 201
+GLOBAL, RELAXED = 0, 2  # CUstreamCaptureMode
 
 
 class FakeArray:
@@ -89,25 +94,32 @@ class FakeGpu:
         self.launches: list[Launch] = []
         self.maps: list[Map] = []
         self.cleared: list[tuple[int, int]] = []
+        self._guard = threading.Lock()
         self.codes: list[int] = []  # what the next launches return; then 0
-        self.current = CURRENT_DEVICE
-        self.capturing = False
-        self.has_context = True  # the thread; the driver answers nothing without
+        # What the runtime says is the current GPU of a thread without contexts, and the GPUs that
+        # have one, and lost memory to it.
+        self._thread = threading.local()
+        self.stack.append(CURRENT_DEVICE)
+        self.device = CURRENT_DEVICE
+        self.contexts = {CURRENT_DEVICE}
+        self.capturing = False  # the current stream
+        self.capture_mode = GLOBAL  # what the thread may do while some thread records a graph
+        self.unsafe: list[str] = []  # calls that would have spoiled such a recording
         self.allocated: list[FakeArray] = []
-        self.events: list[SimpleNamespace] = []
+        self.events: list[_Event] = []
         self.report = np.zeros(8, np.uint32)
         self.cupy = SimpleNamespace(
-            ndarray=FakeArray, empty=self._empty, from_dlpack=lambda x: x.__dlpack__(stream=STREAM),
+            ndarray=FakeArray, empty=self._empty, from_dlpack=self._from_dlpack,
             cuda=SimpleNamespace(
                 get_current_stream=lambda device: SimpleNamespace(ptr=STREAM + device),
                 Event=self._event,
                 runtime=SimpleNamespace(
                     getDevice=lambda: self.current, setDevice=self._set_device,
-                    memsetAsync=lambda pointer, value, n, stream: self.cleared.append((pointer, n)),
+                    streamCreateWithFlags=lambda flags: SETTING_UP, streamDestroy=lambda stream: 0,
+                    memsetAsync=self._memset,
                     streamIsCapturing=lambda stream: self.capturing,
                     streamSynchronize=lambda stream: None, memcpy=self._memcpy,
-                    memcpyDeviceToHost=2, malloc=lambda n_bytes: COUNTERS,
-                    memset=lambda pointer, value, n_bytes: None, deviceSynchronize=lambda: None,
+                    memcpyDeviceToHost=2, malloc=self._malloc,
                     eventRecord=lambda event, stream: None)))
         # Real C functions, so that ctypes converts the arguments as it does for the driver's.
         self.library = SimpleNamespace(
@@ -116,6 +128,17 @@ class FakeGpu:
             cuLaunchCooperativeKernel=ctypes.CFUNCTYPE(*_SIGNATURE)(
                 lambda *arguments: self._launch(True, *arguments)),
             cuTensorMapEncodeTiled=ctypes.CFUNCTYPE(*_ENCODE)(self._encode),
+            cuOccupancyMaxActiveBlocksPerMultiprocessor=ctypes.CFUNCTYPE(
+                ctypes.c_int, _INT, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)(
+                    self._occupancy),
+            cuInit=lambda flags: 0,
+            cuDeviceGet=ctypes.CFUNCTYPE(ctypes.c_int, _INT, ctypes.c_int)(self._device_get),
+            cuDevicePrimaryCtxRetain=ctypes.CFUNCTYPE(ctypes.c_int, _HANDLE, ctypes.c_int)(
+                self._retain),
+            cuCtxPushCurrent_v2=ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._push),
+            cuCtxPopCurrent_v2=ctypes.CFUNCTYPE(ctypes.c_int, _HANDLE)(self._pop),
+            cuThreadExchangeStreamCaptureMode=ctypes.CFUNCTYPE(ctypes.c_int, _INT)(
+                self._exchange_mode),
             cuGetErrorString=lambda code, text: None)
 
     def _empty(self, shape, dtype):
@@ -124,34 +147,96 @@ class FakeGpu:
         self.allocated.append(array)
         return array
 
+    def _from_dlpack(self, x):
+        device, before = x.__dlpack_device__()[1], self.current
+        self._set_device(device)  # as CuPy does it
+        try:
+            return x.__dlpack__(stream=STREAM)
+        finally:
+            self._set_device(before)
+
     def _event(self, disable_timing):
-        event = SimpleNamespace(ptr=1, done=False)
+        event = _Event(self)
         self.events.append(event)
         return event
 
-    def _set_device(self, device):
-        self.current, self.has_context = device, True
+    @property
+    def stack(self):
+        """Contexts of this thread, the current one last; without one the driver refuses."""
+        return self._thread.__dict__.setdefault("stack", [])
 
-    def _occupancy(self, function, threads, smem_bytes):
-        if not self.has_context:
-            raise DeviceError("error 201")
-        return self.per_sm
+    @property
+    def current(self):
+        """What the runtime says is the current GPU."""
+        return self.stack[-1] if self.stack else self.device
+
+    def _set_device(self, device):
+        self.device, self.stack[-1:] = device, [device]
+        self.contexts.add(device)
+
+    def _device_get(self, to, device):
+        to[0] = device
+        return 0
+
+    def _retain(self, to, device):
+        self.contexts.add(device)
+        to[0] = _CONTEXT + device
+        return 0
+
+    def _push(self, context):
+        self.stack.append(context - _CONTEXT)
+        return 0
+
+    def _pop(self, to):
+        to[0] = _CONTEXT + self.stack.pop()
+        return 0
+
+    def _exchange_mode(self, mode):
+        self.capture_mode, mode[0] = mode[0], self.capture_mode
+        return 0
+
+    def _malloc(self, n_bytes):
+        if self.capture_mode != RELAXED:
+            self.unsafe.append("malloc")
+        return COUNTERS
+
+    def _memset(self, pointer, value, n_bytes, stream):
+        if stream != SETTING_UP:
+            self.cleared.append((pointer, n_bytes))
+
+    def _occupancy(self, to, function, threads, smem_bytes):
+        if not self.stack:
+            return _NO_CONTEXT
+        to[0] = self.per_sm
+        return 0
+
+    def _load(self, kernel, defines, device, smem_bytes):
+        if self.capture_mode != RELAXED:
+            self.unsafe.append("load")
+        return SimpleNamespace(function=FUNCTIONS[kernel])
 
     def _memcpy(self, to, source, n_bytes, kind):
         ctypes.memmove(to, self.report.ctypes.data, n_bytes)
 
     def _encode(self, to, data_type, rank, pointer, sizes, strides, box, steps, *options):
         """Writes the number of the map, so that a launch tells which one it got."""
-        if not self.has_context:
-            return 201
-        if to % 64 or pointer % 16 or any(stride % 16 for stride in strides[:rank - 1]):
+        if not self.stack:
+            return _NO_CONTEXT
+        if (to % 64 or pointer % 16 or pointer == 0 or not all(
+                0 < stride < 1 << 40 and stride % 16 == 0 for stride in strides[:rank - 1])
+                or not all(0 < size <= 1 << 32 for size in sizes[:rank])
+                or not all(0 < rows <= 256 for rows in box[:rank])):
             return 1
-        self.maps.append(Map(pointer, data_type, tuple(sizes[:rank]), tuple(strides[:rank - 1]),
-                             tuple(box[:rank]), (tuple(steps[:rank]), *options)))
-        ctypes.memmove(to, struct.pack("<Q120x", len(self.maps)), 128)
+        with self._guard:
+            self.maps.append(Map(pointer, data_type, tuple(sizes[:rank]), tuple(strides[:rank - 1]),
+                                 tuple(box[:rank]), (tuple(steps[:rank]), *options)))
+            number = len(self.maps)
+        ctypes.memmove(to, struct.pack("<Q120x", number), 128)
         return 0
 
     def _launch(self, cooperative, function, gx, gy, gz, bx, by, bz, smem, stream, arguments):
+        if not self.stack:
+            return _NO_CONTEXT
         if self.codes and (code := self.codes.pop(0)):
             return code
         kernel = {handle: name for name, handle in FUNCTIONS.items()}[function]
@@ -159,7 +244,7 @@ class FakeGpu:
         if kernel in SECOND_STRUCTS:
             second = self._fields(SECOND_STRUCTS[kernel], arguments + struct.calcsize("P"))
             fields |= {f"{name}_map": value for name, value in second.items()}
-        if (gy, gz, by, bz) != (1, 1, 1, 1):
+        if (gy, gz, by, bz) != (1, 1, 1, 1) or not 0 < gx < 1 << 31 or stream == 0:
             return 1  # an exception could not pass through C
         self.launches.append(
             Launch(kernel, gx, bx, smem, stream, cooperative, self.current, fields))
@@ -182,17 +267,35 @@ class FakeGpu:
         """Put this in the place of CuPy, the driver and the compiler."""
         monkeypatch.setitem(sys.modules, "cupy", self.cupy)
         monkeypatch.setattr(driver, "library", lambda: self.library)
-        monkeypatch.setattr(driver, "occupancy", self._occupancy)
         monkeypatch.setattr(driver, "device", lambda index: driver.Device(
             index, f"Fake GPU {index}", self.compute_capability, self.n_sm, 1 << 30, 227 << 10))
-        monkeypatch.setattr(modules, "load", lambda kernel, defines, device, smem_bytes:
-                            SimpleNamespace(function=FUNCTIONS[kernel]))
+        monkeypatch.setattr(modules, "load", self._load)
+
+
+class _Event:
+    """Its `ptr`, and whether it is `done`."""
+
+    ptr = 1
+
+    def __init__(self, gpu):
+        self._gpu, self._done = gpu, False
+
+    @property
+    def done(self):
+        if self._gpu.capture_mode != RELAXED:
+            self._gpu.unsafe.append("event query")
+        return self._done
+
+    @done.setter
+    def done(self, value):
+        self._done = value
 
 
 @contextlib.contextmanager
 def fake_gpu(monkeypatch, **options):
     """A `FakeGpu` in place, with the memories of real ones out of the way."""
-    caches = (call._launcher, counters.of_device, launch._plain_launch, launch._cooperative_launch)
+    caches = (call._launcher, counters.of_device, launch._plain_launch, launch._cooperative_launch,
+              driver._primary_context)
     gpu = FakeGpu(**options)
     gpu.install(monkeypatch)
     for cache in caches:

@@ -10,6 +10,7 @@ from fake_frameworks import (
     FakeJaxArray,
     FakeTensor,
     FakeTracer,
+    Foreign,
     install_jax,
     install_torch,
 )
@@ -129,23 +130,9 @@ def test_jax_arrays_cannot_be_written(gpu, monkeypatch):
         dashcupy.attention(x, x, x, out=out)
 
 
-class Foreign:
-    """An array that only speaks DLPack."""
-
-    def __init__(self, kind=2):
-        self.kind, self.array, self.streams = kind, FakeArray(SHAPE), []
-
-    def __dlpack_device__(self):
-        return self.kind, 0
-
-    def __dlpack__(self, stream=None):
-        self.streams.append(stream)
-        return self.array
-
-
 def test_dlpack_arrays_are_ordered_and_held(gpu):
     """The producer is told our stream, and the memory stays until the kernels are done."""
-    q, k, v = Foreign(), Foreign(kind=13), Foreign()
+    q, k, v = Foreign(SHAPE), Foreign(SHAPE, kind=13), Foreign(SHAPE)
     out = dashcupy.attention(q, k, v)
     assert isinstance(out, FakeArray) and q.streams == [STREAM] == [gpu.launches[0].stream]
     assert pointers(gpu.launches[0], "k") == [k.array.data.ptr] and len(arrays._held) == 1
@@ -157,7 +144,7 @@ def test_dlpack_arrays_are_ordered_and_held(gpu):
 def test_dlpack_arrays_of_the_cpu_are_refused(gpu):
     """Their address means nothing to a kernel."""
     with pytest.raises(InvalidInputError, match=r"DLPack kind 1 .*numpy.from_dlpack\(q\)"):
-        dashcupy.attention(Foreign(1), Foreign(1), Foreign(1))
+        dashcupy.attention(Foreign(SHAPE, kind=1), Foreign(SHAPE, kind=1), Foreign(SHAPE, kind=1))
 
 
 def test_dlpack_arrays_on_a_gpu_that_is_not_there(monkeypatch):
@@ -165,7 +152,7 @@ def test_dlpack_arrays_on_a_gpu_that_is_not_there(monkeypatch):
     monkeypatch.setattr(driver, "library", lambda: None)
     driver.device.cache_clear()
     with pytest.raises(DeviceError, match="no NVIDIA driver"):
-        dashcupy.attention(Foreign(), Foreign(), Foreign())
+        dashcupy.attention(Foreign(SHAPE), Foreign(SHAPE), Foreign(SHAPE))
 
 
 @pytest.mark.parametrize("x, message", [
@@ -187,7 +174,7 @@ def test_frameworks_are_not_mixed(gpu, monkeypatch):
     install_torch(monkeypatch)
     install_jax(monkeypatch)
     kinds = [np.zeros(SHAPE, np.float16), FakeArray(SHAPE), FakeTensor(SHAPE), FakeJaxArray(SHAPE),
-             Foreign()]
+             Foreign(SHAPE)]
     for q in kinds:
         for v in kinds:
             if q is v:

@@ -319,12 +319,6 @@ def test_on_a_gpu_the_callback_enqueues_on_the_stream_of_xla(monkeypatch, direct
         cuda = gpu.cupy.cuda
 
         @contextlib.contextmanager
-        def device(index):
-            before, gpu.current = gpu.current, index
-            yield
-            gpu.current = before
-
-        @contextlib.contextmanager
         def stream(foreign):
             version, handle = foreign.__cuda_stream__()
             before, cuda.get_current_stream = cuda.get_current_stream, (
@@ -333,7 +327,8 @@ def test_on_a_gpu_the_callback_enqueues_on_the_stream_of_xla(monkeypatch, direct
             yield
             cuda.get_current_stream = before
 
-        cuda.Device, cuda.Stream = device, SimpleNamespace(from_external=stream)
+        cuda.Stream = SimpleNamespace(from_external=stream)
+        gpu.contexts.clear()
         callback = dashcupy_jax._Callback(direction, dashcupy_jax._Options(True, None, "auto"))
         assert callback(SimpleNamespace(stream=0x77), tuple(results), *inputs) is None
         assert [launch.kernel for launch in gpu.launches] == kernels
@@ -343,7 +338,7 @@ def test_on_a_gpu_the_callback_enqueues_on_the_stream_of_xla(monkeypatch, direct
         for name, buffer in zip(call.RESULTS[direction], results):
             address = fields[name] if name in fields else fields[f"{name}_map"].pointer
             assert address == buffer.array.data.ptr
-        assert gpu.current == 0 and not arrays._held
+        assert gpu.current == 0 and gpu.contexts == {1} and not arrays._held
 
 
 def test_equal_callbacks_share_a_program():

@@ -9,8 +9,8 @@ from dashcupy.errors import DeviceError, HangError, InvalidInputError, Unsupport
 from dashcupy.launch import check_report, used_strides
 from dashcupy.plan import make_plan
 
-from fake_frameworks import FakeTensor, install_torch
-from fake_gpu import STREAM, FakeArray, fake_gpu
+from fake_frameworks import FakeTensor, Foreign, install_torch
+from fake_gpu import GLOBAL, STREAM, FakeArray, fake_gpu
 
 Q, K, LSE = (2, 300, 8, 64), (2, 500, 2, 64), (2, 8, 300)
 
@@ -191,9 +191,58 @@ def test_a_thread_without_a_context_gets_one(gpu):
 
 def test_new_lengths_in_a_thread_without_a_context(gpu):
     """Loaded kernels need no context to be found, but the driver does to count resident CTAs."""
-    gpu.has_context = False
+    gpu.stack.clear()
     dashcupy.attention_backward(**backward_arrays())
-    assert len(gpu.launches) == 2 and gpu.current == 0
+    assert len(gpu.launches) == 2 and gpu.stack == [0]
+
+
+@pytest.mark.parametrize("own", [[], [0]], ids=["no context", "context of GPU 0"])
+@pytest.mark.parametrize("kind", [FakeArray, Foreign], ids=["cupy", "dlpack"])
+def test_a_gpu_that_nobody_uses_gets_no_context(gpu, own, kind):
+    """To switch back by setDevice would take some 500 MB of GPU 0 in each process of a job."""
+    gpu.contexts.clear()
+    gpu.stack[:] = own
+    x = [kind(shape, device=1) for shape in (Q, K, K)]
+    for _ in range(2):
+        dashcupy.attention(*x, causal=True)
+    dashcupy.attention_backward(**{name: kind(array.shape, array.dtype.name, device=1)
+                                   for name, array in backward_arrays().items()})
+    gpu.codes = [719]
+    with pytest.raises(DeviceError):
+        dashcupy.attention(*x)
+    assert {launch.device for launch in gpu.launches} == {1}
+    assert {array.data.device_id for array in gpu.allocated} == {1}
+    assert gpu.contexts == {1}
+    if own or kind is FakeArray:  # CuPy gives a thread that has none a context of its own accord
+        assert gpu.stack == own and gpu.current == 0
+
+
+def test_another_thread_may_record_a_graph(gpu):
+    """CUDA's "global" mode forbids every thread to allocate, and a call that does so all the same
+    spoils the recording: ours may be the first of its kind."""
+    dashcupy.attention(*forward_arrays(), causal=True)
+    for _ in range(2):  # the second asks whether the first is done
+        dashcupy.attention(*(Foreign(shape) for shape in (Q, K, K)))
+    assert gpu.unsafe == [] and gpu.capture_mode == GLOBAL
+
+
+def test_a_recording_that_is_spoiled_is_an_error_of_ours(gpu):
+    """CuPy's own error there names neither graph nor what to do."""
+    def invalidated(stream):
+        raise RuntimeError("an error has invalidated the capture sequence")
+    gpu.cupy.cuda.runtime.streamIsCapturing = invalidated
+    with pytest.raises(DeviceError, match="cannot be used: .* invalidated .*recording of a CUDA"):
+        dashcupy.attention(*forward_arrays(), causal=True)
+
+
+def test_a_forked_process_is_told_so(gpu):
+    """CUDA says "initialization error" there, and nothing else."""
+    def forked():
+        raise RuntimeError("cudaErrorInitializationError: initialization error")
+    dashcupy.attention(*forward_arrays())
+    gpu.cupy.cuda.runtime.getDevice = forked
+    with pytest.raises(DeviceError, match="initialization error; .* forked .* by spawn"):
+        dashcupy.attention(*forward_arrays())
 
 
 def test_the_counter_is_cleared_when_nobody_else_does(gpu):

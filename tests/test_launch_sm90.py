@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from fake_frameworks import FakeTensor, install_torch
-from fake_gpu import COUNTERS, FakeArray, fake_gpu
+from fake_gpu import COUNTERS, STREAM, FakeArray, fake_gpu
 
 import dashcupy
 from dashcupy import call, counters, tensor_map
@@ -55,9 +55,9 @@ def test_struct_and_maps(gpu):
 def test_a_thread_without_a_context_makes_maps(gpu):
     """Also in a call of a kind seen before: new arrays need new maps, and those a context."""
     dashcupy.attention(*arrays_of())
-    gpu.has_context = False
+    gpu.stack.clear()
     dashcupy.attention(*arrays_of())
-    assert len(gpu.launches) == 2 and gpu.has_context
+    assert len(gpu.launches) == 2 and gpu.stack == [0]
 
 
 @pytest.mark.parametrize("head_dim, dtype, box, data_type", [
@@ -210,24 +210,30 @@ def test_recorded_launches_keep_their_counters(gpu, monkeypatch, framework):
         dashcupy.attention(*x, causal=True, return_lse=True)
     half = COUNTERS + 8 * counters.N_COUNTER // 2
     assert counters_of(gpu) == [COUNTERS, half, COUNTERS + 8, half + 8]
+    # Each replay begins with zeros, whatever became of the one before.
+    assert gpu.cleared == [(half, 8), (half + 8, 8)]
 
 
 def test_counters_that_run_out(gpu):
     """Launches go round; graphs do without, as theirs are never free again."""
     found, half = counters.of_device(0), counters.N_COUNTER // 2
-    first = found.take(False)
-    kept = list(itertools.islice(iter(lambda: found.take(True), 0), half + 1))
+    first = found.take(STREAM)
+    gpu.capturing = True
+    kept = list(itertools.islice(iter(lambda: found.take(STREAM), 0), half + 1))
     assert len(kept) == len(set(kept)) == half and first not in kept
-    assert found.take(True) == 0
-    again = [found.take(False) for _ in range(half)]
+    assert found.take(STREAM) == 0
+    gpu.capturing = False
+    again = [found.take(STREAM) for _ in range(half)]
     assert again[-1] == first and len(set(again)) == half and not set(again) & set(kept)
 
 
-def test_a_graph_before_any_other_launch_does_without(gpu):
-    """Memory cannot be allocated while a graph is recorded."""
+def test_a_graph_before_any_other_launch(gpu):
+    """The counters are allocated while it is recorded: allowed in relaxed mode only, and they are
+    zeroed on a stream of their own, as one that is recorded would do it too late."""
     gpu.capturing = True
     dashcupy.attention(*arrays_of(), causal=True, return_lse=True)
-    assert counters_of(gpu) == [0]
+    half = COUNTERS + 8 * counters.N_COUNTER // 2
+    assert counters_of(gpu) == [half] and gpu.cleared == [(half, 8)] and gpu.unsafe == []
 
 
 def test_copies_are_refused_in_a_graph(gpu):

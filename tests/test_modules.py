@@ -1,6 +1,5 @@
 """Loading a kernel: the memo, shared memory, and the errors where something is missing."""
 
-import contextlib
 import sys
 import threading
 import types
@@ -40,11 +39,6 @@ def fake_cupy(monkeypatch):
         pytest.skip("no NVRTC here: pip install 'dashcupy[test]'")
     fake = types.SimpleNamespace(devices=[], modules=[], functions=[])
 
-    class Device(contextlib.nullcontext):
-        def __init__(self, index):
-            super().__init__()
-            fake.devices.append(index)
-
     class RawModule:
         def __init__(self, path):
             fake.modules.append(path)
@@ -54,8 +48,13 @@ def fake_cupy(monkeypatch):
             fake.functions.append(function)
             return function
 
-    fake.cuda, fake.RawModule = types.SimpleNamespace(Device=Device), RawModule
+    def on_device(index, function):
+        fake.devices.append(index)
+        return function()
+
+    fake.RawModule = RawModule
     monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr(driver, "on_device", on_device)
     monkeypatch.setattr(driver, "device", lambda index: H200)
     return fake
 
@@ -111,6 +110,21 @@ def test_a_refused_module_names_kernel_and_compiler(fake_cupy, monkeypatch):
     monkeypatch.setattr(fake_cupy, "RawModule", refuse)
     with pytest.raises(DeviceError, match="H200 refuses tiny .*sm_90a, NVRTC .*NO_BINARY_FOR_GPU"):
         modules.load("tiny", DEFINES, 0)
+
+
+def test_a_cache_that_is_emptied_at_the_wrong_moment(fake_cupy, monkeypatch):
+    """A clean-up job between storing and loading; the next call makes the file again."""
+    build = modules.build
+
+    def build_and_remove(*arguments):
+        path = build(*arguments)
+        path.unlink()
+        return path
+    with monkeypatch.context() as patch:
+        patch.setattr(modules, "build", build_and_remove)
+        with pytest.raises(DeviceError, match="tiny cannot be read back.*such file.*call again"):
+            modules.load("tiny", DEFINES, 0)
+    assert modules.load("tiny", DEFINES, 0).name == "tiny"
 
 
 @pytest.mark.parametrize("capability, error", [

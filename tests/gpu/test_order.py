@@ -111,20 +111,11 @@ def test_dq_is_summed_in_ticket_order(mask, head_dim):
     # Tickets that are computed and not obeyed: dq is then right, but its bits are those of another
     # order. Inputs are such that each kv tile's part of dq is known exactly, and sums of parts
     # round differently in every order.
-    names = [name for name, of in SCHEDULED if of == mask]
-    sums = {}
-    for name in names:
-        case, inputs, shape = _exact_inputs(mask, head_dim, name)
-        q = inputs["q"]
-        lse = torch.zeros(1, 1, case.q_len, device=DEVICE)
-        dq, _, _ = dashcupy.attention_backward(
-            inputs["dout"], q, inputs["k"], inputs["v"], torch.zeros_like(q), lse,
-            causal=CAUSAL[mask], scale=1.0, schedule=name)
-        sums[name] = expected = _sum_in_ticket_order(schedules.get(name), shape, inputs)
-        different = bits(dq[0, :, 0]).cpu() != bits(expected)
-        assert not different.any(), \
-            f"{name}: {int(different.sum())} of {different.numel()} elements of dq, first at " \
-            f"{different.nonzero()[0].tolist()}"
+    case = Case(8, 8, mask, head_dim, n_q_head=1, n_kv_head=1)
+    length = 11 * _shape(case, case.draw()).kv_rows - 8
+    case = case.replace(q_len=length, kv_len=length)
+    sums = {name: expect_ticket_order(case.replace(schedule=name))
+            for name, of in SCHEDULED if of == mask}
     # The test can tell these orders apart.
     ring = {"full": "shift", "causal": "symmetric_shift"}[mask]
     for a, b in (("ascending", "shortest_first"), ("ascending", ring), ("shortest_first", ring)):
@@ -132,7 +123,23 @@ def test_dq_is_summed_in_ticket_order(mask, head_dim):
         assert share > 0.05, f"{a} and {b} differ in {share:.1%} of dq"
 
 
-def _exact_inputs(mask: str, head_dim: int, schedule: str):
+def expect_ticket_order(case: Case) -> torch.Tensor:
+    """Fail unless dq of a case of one head is summed in ticket order; returns that sum."""
+    inputs, shape = _exact_inputs(case)
+    q = inputs["q"]
+    lse = torch.zeros(1, 1, case.q_len, device=DEVICE)
+    dq, _, _ = dashcupy.attention_backward(
+        inputs["dout"], q, inputs["k"], inputs["v"], torch.zeros_like(q), lse,
+        causal=CAUSAL[case.mask], scale=1.0, schedule=case.schedule)
+    expected = _sum_in_ticket_order(schedules.get(case.schedule), shape, inputs)
+    different = bits(dq[0, :, 0]).cpu() != bits(expected)
+    assert not different.any(), \
+        f"{case}: {int(different.sum())} of {different.numel()} elements of dq, first at " \
+        f"{different.nonzero()[0].tolist()}"
+    return expected
+
+
+def _exact_inputs(case: Case):
     """Inputs for which P is 1, dS has one nonzero entry a kv tile and row, and dq_part is exact.
 
     q = 0 and lse = 0 give P = exp(0) = 1; out = 0 gives delta = 0; row i of dout is the unit vector
@@ -140,23 +147,21 @@ def _exact_inputs(mask: str, head_dim: int, schedule: str):
     of a kv tile. The parts of kv tiles 0 and 1 are 2**20 times larger than the others and cancel:
     those that come before or between them lose their low bits, those that come after do not.
     """
-    case = Case(8, 8, mask, head_dim, n_q_head=1, n_kv_head=1, schedule=schedule)
-    length = 11 * _shape(case, case.draw()).kv_rows - 8
-    case = case.replace(q_len=length, kv_len=length)
     inputs = case.draw()
     shape = _shape(case, inputs)
     generator = torch.Generator().manual_seed(1)
-    k, v = (torch.rand(shape.n_kv, head_dim, generator=generator) + 1 for _ in "kv")
+    k, v = (torch.rand(shape.n_kv, case.head_dim, generator=generator) + 1 for _ in "kv")
     k *= torch.randint(0, 2, k.shape, generator=generator) * 2 - 1
     k[0] *= 2**20
-    k[1], v[1] = -k[0], v[0]
+    if shape.n_kv > 1:
+        k[1], v[1] = -k[0], v[0]
     dout = torch.zeros_like(inputs["dout"])
     rows = torch.arange(case.q_len, device=DEVICE)
-    dout[0, rows, 0, rows % head_dim] = 1
+    dout[0, rows, 0, rows % case.head_dim] = 1
     inputs["v"].zero_()
     inputs["v"][0, ::shape.kv_rows, 0] = v.to(DEVICE, torch.bfloat16)
     inputs["k"][0, ::shape.kv_rows, 0] = k.to(DEVICE, torch.bfloat16)
-    return case, inputs | {"q": torch.zeros_like(inputs["q"]), "dout": dout}, shape
+    return inputs | {"q": torch.zeros_like(inputs["q"]), "dout": dout}, shape
 
 
 def _shape(case: Case, inputs: dict) -> Shape:

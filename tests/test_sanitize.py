@@ -1,0 +1,90 @@
+"""The sanitizer script reads its children right: reports, failures, hangs, known false ones."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from bench import sanitize
+from bench.sanitize import CASES, Outcome, cell, reports, run_tool
+
+from dashcupy import source
+
+NAMES = list(CASES)[:4]
+UNWRITTEN = ["========= Uninitialized __global__ memory read of size 4 bytes",
+             "=========     at {}+0x20", "========="]
+# Stands for compute-sanitizer: done, two reports, a crash, a hang, in that order.
+FAKE = f"""#!{sys.executable}
+import sys, time
+names = sys.argv[sys.argv.index("--child") + 1:]
+print("========= COMPUTE-SANITIZER", flush=True)
+for name in names:
+    number = {NAMES}.index(name)
+    if number == 1:
+        print("========= Invalid __global__ read of size 2 bytes")
+        print("=========     at fwd_sm80+0x10 in fwd_sm80.cu:7")
+        print("=========     by thread (0,0,0)")
+        print("=========")
+        print("========= Invalid __global__ write of size 2 bytes")
+        print("=========     at bwd_sm80+0x10")
+    if number == 2:
+        print("Segmentation fault", flush=True)
+        sys.exit(1)
+    if number == 3:
+        time.sleep(60)
+    print("case done:", name, flush=True)
+"""
+
+
+def test_children_that_report_crash_and_hang(tmp_path, monkeypatch):
+    """A case behind one that crashed or hung is run all the same, and no fault passes for "ok"."""
+    fake = tmp_path / "compute-sanitizer"
+    fake.write_text(FAKE)
+    fake.chmod(0o755)
+    monkeypatch.setattr(sanitize, "LIMIT_S", 3)
+    found = run_tool(str(fake), "memcheck", NAMES)
+    assert [found[name].state for name in NAMES] == ["ok", "ok", "failed", "time limit"]
+    assert [report[0][:30] for report in found[NAMES[1]].reports] == [
+        "Invalid __global__ read of siz", "Invalid __global__ write of si"]
+    assert found[NAMES[1]].reports[0][1] == "at fwd_sm80+0x10 in fwd_sm80.cu:7"
+    assert found[NAMES[2]].reports == [["Segmentation fault"]]
+    assert [cell("memcheck", found[name]) for name in NAMES] == [
+        ("ok", False), ("2 NEW", True), ("failed", True), ("time limit", True)]
+
+
+@pytest.mark.parametrize("tool, kernel, known", [
+    ("initcheck", "bwd_preprocess", True), ("initcheck", "bwd_sm80", False),
+    ("memcheck", "bwd_preprocess", False)])
+def test_only_what_is_known_is_passed_over(tool, kernel, known):
+    """Memory that a portable kernel reads unwritten, or a bad address, must not hide there."""
+    found = reports([line.format(kernel) for line in UNWRITTEN])
+    assert len(found) == 1
+    assert cell(tool, Outcome("ok", found)) == (("1 known", False) if known else ("1 NEW", True))
+
+
+def test_the_table_has_a_place_for_every_tool(monkeypatch, capsys):
+    """Hopper kernels under racecheck are left out and shown as such, not as "ok"."""
+    names = ["d64 causal, team", "portable d64 causal"]
+    outcome = Outcome("ok")
+    status = sanitize.show({None: dict.fromkeys(names, outcome),
+                            "racecheck": {names[1]: outcome}}, names)
+    _, first, second = capsys.readouterr().out.splitlines()
+    assert status == 0 and first.split()[-2:] == ["ok", "-"] and second.split()[-2:] == ["ok", "ok"]
+
+
+def test_a_tool_that_does_not_start(monkeypatch, capsys):
+    """Without the tool, or with one that cannot work here, nothing was checked."""
+    monkeypatch.setattr(sanitize, "find_sanitizer", lambda: None)
+    assert sanitize.main([]) == 2 and "compute-sanitizer is not here" in capsys.readouterr().out
+    assert cell("racecheck", Outcome("not run")) == ("not run", True)
+
+
+def test_every_kernel_has_a_case(monkeypatch):
+    """A kernel that no case launches is not checked."""
+    monkeypatch.setattr(sanitize.driver, "device", lambda index: sanitize.driver.Device(
+        index, "", (9, 0), 132, 1, 1))
+    launched = {kernel.kernel for case in CASES.values() for direction in ("forward", "backward")
+                for kernel in sanitize._plan(case, direction).kernels}
+    here = {path.stem for path in source.cuda_root().glob("*.cu")}
+    assert launched == here - {"spin"}  # which reads and writes nothing
