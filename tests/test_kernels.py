@@ -55,6 +55,8 @@ PRODUCT = [(*case, True, False) for case in itertools.product(
 # A register or two kept on the stack outside the loops costs nothing to speak of; an array that is
 # indexed at run time, or a tile that does not fit, takes hundreds of bytes.
 MAX_STACK_BYTES = 8
+# Bounded waits of a debug build, whose speed does not count, take a register or two more.
+MAX_STACK_BYTES_OF_DEBUG = 16
 # Where a build of the covering set does not keep to that: the largest today, to see it grow.
 MAX_STACK_BYTES_ON = {(8, 0): 24, (10, 0): 16}
 MAX_STACK_BYTES_OF_THE_PRODUCT = 32
@@ -125,8 +127,10 @@ def test_the_hopper_backwards_keep_their_products_apart(which):
     """As above, with what stands at BACKWARDS."""
     kernels = [item for item in _kernels((9, 0), BACKWARDS) if item[0] in BACKWARD_KERNELS]
     assert len(kernels) == len(BACKWARDS) == 2 * (2 * 8 + 8)
-    faults = _faults((9, 0), LIBRARIES[which], kernels, MAX_STACK_BYTES)
-    assert not faults, "\n".join(map(str, faults))
+    for debug, most in ((0, MAX_STACK_BYTES), (1, MAX_STACK_BYTES_OF_DEBUG)):
+        builds = [item for item in kernels if dict(item[1])["DC_DEBUG"] == debug]
+        faults = _faults((9, 0), LIBRARIES[which], builds, most)
+        assert not faults, "\n".join(map(str, faults))
 
 
 @pytest.mark.slow
