@@ -19,7 +19,10 @@
 #include "tile/smem_tile.cuh"
 
 constexpr int N_THREAD = 256;
-constexpr int LANES = DC_HEAD_DIM_PAD <= 32 ? 4 : DC_HEAD_DIM_PAD <= 64 ? 8 : 16;
+constexpr int LANES = DC_HEAD_DIM_PAD <= 32    ? 4
+                      : DC_HEAD_DIM_PAD <= 64  ? 8
+                      : DC_HEAD_DIM_PAD <= 128 ? 16
+                                               : 32;
 constexpr int ROWS_PER_PASS = N_THREAD / LANES;
 static_assert(DC_PARAMS_BYTES == sizeof(BackwardParams), "params.py packs another struct");
 static_assert(DC_HEAD_DIM % 8 == 0 && DC_HEAD_DIM <= LANES * 8, "8 elements a lane");
@@ -34,10 +37,9 @@ extern "C" __global__ void __launch_bounds__(N_THREAD)
   const Mask mask{params.q_len, params.kv_len, params.mask_offset};
   const i64 tile_index = blockIdx.x;
 
-  if (threadIdx.x == 0) {
-    params.dq_semaphore[tile_index * DC_SEMAPHORE_STRIDE] = 0;
-    if (blockIdx.x == 0) *params.work_counter = 0;
-  }
+  if (threadIdx.x < DC_SEMAPHORE_STRIDE)
+    params.dq_semaphore[tile_index * DC_SEMAPHORE_STRIDE + threadIdx.x] = 0;
+  if (threadIdx.x == 0 && blockIdx.x == 0) *params.work_counter = 0;
 
   const Element* out = params.out + batch * params.out_strides.batch +
                        q_head * params.out_strides.head;

@@ -1,25 +1,20 @@
 // bwd_sm90: tiles, roles, what lies in shared memory, and the barriers between the roles.
 #pragma once
-#include "params.cuh"
+#include "bwd_sm90_steps.cuh"
 #include "params_bwd_sm90.cuh"
-#include "schedules/contract.cuh"
-#include DC_SCHEDULE
-#include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
-#include "ptx/warpgroup.cuh"
-#include "tile/mask.cuh"
 #include "tile/row_values.cuh"
 
-constexpr int Q_TILE = DC_Q_TILE, KV_TILE = DC_KV_TILE, HEAD_DIM = DC_HEAD_DIM;
+constexpr int Q_TILE = DC_Q_TILE, KV_TILE = DC_KV_TILE, HEAD_DIM = DC_HEAD_DIM_PAD;
 static_assert(Q_TILE == 64 && KV_TILE == 128 && HEAD_DIM == 128, "the tiles of the main loop");
-static_assert(DC_HEAD_DIM_PAD == HEAD_DIM, "no padded columns");
-static_assert(DC_PARAMS_BYTES == sizeof(BackwardParams), "params.py packs another struct");
+static_assert(DC_HEAD_DIM % 8 == 0 && DC_HEAD_DIM <= HEAD_DIM, "columns past the end are zeros");
 
 // Warpgroup 0 helps, one role a warp; the other two compute.
 constexpr int N_CONSUMER = 2, CONSUMER_WARPS = 4 * N_CONSUMER;
 constexpr int PRODUCER_WARP = 0, FIRST_WRITER_WARP = 1, PLANNER_WARP = 3;
 constexpr int N_STAGE = 2;      // q and dout tiles; one dq slot, with a writer, for each
-constexpr int N_WRITER = N_STAGE;
+constexpr int N_WRITER = N_STAGE, N_Q_STAGE = N_STAGE, N_DOUT_STAGE = N_STAGE;
+constexpr int N_PANEL = HEAD_DIM / 64;
 constexpr int N_THREAD = WARPGROUP_SIZE * (1 + N_CONSUMER);
 constexpr int HELPER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 // 65536 registers for 384 threads are 168 each at launch; setmaxnreg shares those out.
@@ -30,29 +25,10 @@ constexpr int Q_TILE_BYTES = Q_TILE * HEAD_DIM * 2, KV_TILE_BYTES = KV_TILE * HE
 constexpr int DS_BYTES = KV_TILE * Q_TILE * 2, DQ_BYTES = Q_TILE * HEAD_DIM * 4;
 constexpr int ROW_TILE_BYTES = Q_TILE * ROW_VALUE_BYTES;
 
-// One visit of this CTA: q tile `q_tile` of q head `q_head` of the group.
-struct Step {
-  int q_tile, q_head;
-  int tile_index;  // among all q tiles of all q heads of the batch
-  u32 ticket;      // its turn in that dq
-};
-
-// Up to BATCH_STEPS steps of one kv tile, made by the planner and read by all other roles. A kv
-// tile without steps is one empty batch; a batch with `stop` ends the kernel.
-constexpr int BATCH_STEPS = 8, N_BATCH = 4;
-static_assert(BATCH_STEPS < WARP_SIZE, "one lane a step");
-struct Batch {
-  Step steps[BATCH_STEPS];
-  int count;
-  int has_steps;    // whether the kv tile has any
-  int kv_tile0;     // kv tiles with steps of this CTA before this one
-  int masked;       // whether the diagonal cuts the steps: all of a batch, or none
-  u32 not_final;    // bit i: other kv tiles come after this one in the dq of step i
-  int is_first, is_last;  // of the kv tile
-  int ends_work;          // last of the work
-  int stop;
-  int batch, kv_head, row0;  // row0: first key
-};
+// Keys that the diagonal hides; those that do not exist are hidden by the row values.
+DC_FN bool needs_mask(const Mask& mask, int row0, int key0) {
+  return mask.diagonal_cuts(row0, key0, KV_TILE);
+}
 
 // Barrier           arrivals       signalled by                        waited on by   guards
 // q_full[s]         1 + bytes      producer                            consumers      q, rows
@@ -76,6 +52,8 @@ struct Barriers {
   u64 batch_full[N_BATCH], batch_empty[N_BATCH];
   u64 turns_came;
 };
+DC_FN const u64& q_empty(const Barriers& b, int stage) { return b.stage_empty[stage]; }
+DC_FN const u64& dout_empty(const Barriers& b, int stage) { return b.stage_empty[stage]; }
 constexpr int BATCH_READERS = 1 + N_WRITER + CONSUMER_WARPS;
 
 struct alignas(1024) SharedStorage {
@@ -93,10 +71,6 @@ static_assert(sizeof(SharedStorage) == DC_SMEM_BYTES, "config.py counts another 
 // dq_accum of one q tile, as its accumulators lie in registers: float4 number
 // (w * 8 + j) * 128 + t is columns 64 w + 8 j + 2 (t % 4) + {0, 1} of rows
 // 16 (t / 32) + t % 32 / 4 and, in its second half, that row + 8.
-
-// Parity of use number n of a barrier whose first wait must pass (empty) or block (full).
-DC_FN u32 full_parity(int n) { return u32(n) & 1; }
-DC_FN u32 empty_parity(int n) { return (u32(n) & 1) ^ 1; }
 
 DC_FN void init_barriers(SharedStorage& smem) {
   Barriers& b = smem.barriers;
@@ -122,15 +96,4 @@ DC_FN void init_barriers(SharedStorage& smem) {
   init(b.k_empty, CONSUMER_WARPS);
   init(b.turns_came, N_WRITER);
   mbarrier_init_fence();
-}
-
-// With DC_DELAY, now and then a pause of random length: tests show that results do not depend on
-// who is late.
-DC_FN void random_delay(u32 salt) {
-#if DC_DELAY
-  u32 clock;
-  asm volatile("mov.u32 %0, %%clock;" : "=r"(clock));
-  const u32 hash = (clock ^ salt * 0x9e3779b9u) * 0x85ebca6bu;
-  if (hash >> 30 == 0) __nanosleep(hash >> 8 & 0x1fff);
-#endif
 }

@@ -96,7 +96,7 @@ class BackwardConfig:
     Parameters
     ----------
     kernel
-        ``"bwd_sm80"``, ``"bwd_sm90"``, or ``"cpu"`` for the NumPy backend.
+        ``"bwd_sm80"``, ``"bwd_sm90"``, ``"bwd_sm90_wide"``, or ``"cpu"`` for the NumPy backend.
     q_stages, do_stages
         Tiles of q, and of dout, in flight; 0 on the CPU.
     """
@@ -141,7 +141,7 @@ def choose_config(problem: Problem, direction: str, target: Target) -> Config:
     text = _smem_text(target, limit)
     if uses_tensor_maps(problem, direction, target):
         return (config_sm90.forward_config(problem.head_dim, problem.dtype, text)
-                if direction == "forward" else _backward_sm90_config(text))
+                if direction == "forward" else _backward_sm90_config(problem.head_dim, text))
     pad = head_dim_pad(problem.head_dim)
     choose = {"forward": _forward_config, "backward": _backward_config}[direction]
     return choose(pad, limit, text)
@@ -150,14 +150,13 @@ def choose_config(problem: Problem, direction: str, target: Target) -> Config:
 def uses_tensor_maps(problem: Problem, direction: str, target: Target) -> bool:
     """Whether the kernel reads by the copy engine, which takes no strides of 0 or less."""
     return target == config_sm90.TARGET and (
-        direction == "forward" or config_sm90.serves_backward(problem))
+        direction == "forward"
+        or config_sm90.serves_backward(problem.head_dim, problem.scale))
 
 
-def max_head_dim(direction: str, target: tuple[int, int]) -> int:
-    """Largest head_dim that a kernel serves."""
-    if direction == "forward" and target == config_sm90.TARGET:
-        return config_sm90.MAX_HEAD_DIM
-    return MAX_HEAD_DIM
+def max_head_dim(target: tuple[int, int]) -> int:
+    """Largest head_dim that the kernels serve."""
+    return config_sm90.MAX_HEAD_DIM if target == config_sm90.TARGET else MAX_HEAD_DIM
 
 
 def require_gpu_problem(problem: Problem, direction: str, target: tuple[int, int]) -> None:
@@ -169,7 +168,7 @@ def require_gpu_problem(problem: Problem, direction: str, target: tuple[int, int
         With what to do instead.
     """
     pad_to = -(-problem.head_dim // 8) * 8
-    most = max_head_dim(direction, target)
+    most = max_head_dim(target)
     checks = (
         (target >= (8, 0),
          "this GPU has compute capability {}.{}; the kernels need 8.0 (Ampere) or newer: give "
@@ -178,13 +177,19 @@ def require_gpu_problem(problem: Problem, direction: str, target: tuple[int, int
          f"dtype {problem.dtype} is not supported on a GPU (allowed: {', '.join(GPU_DTYPES)}); "
          f"cast q, k and v, or give NumPy arrays to compute on the CPU"),
         (problem.head_dim <= most,
-         f"head_dim={problem.head_dim} is not supported by the {direction} on this GPU (allowed: "
-         f"multiples of 8 up to {most}); give NumPy arrays to compute on the CPU"),
+         f"head_dim={problem.head_dim} is not supported on this GPU (allowed: multiples of 8 up to "
+         f"{most}); give NumPy arrays to compute on the CPU"),
         (problem.head_dim % 8 == 0,
          f"head_dim={problem.head_dim} is not supported on a GPU (allowed: multiples of 8 up to "
          f"{most}); pad q, k and v with zeros to {pad_to}, give the scale that belongs to "
          f"{problem.head_dim}, and cut the results"),
     )
+    if direction == "backward" and problem.head_dim > MAX_HEAD_DIM:
+        least, greatest = config_sm90.BACKWARD_SCALES
+        checks += ((least <= problem.scale <= greatest,
+                    f"scale={problem.scale!r} is not supported by the backward at head_dim="
+                    f"{problem.head_dim} (allowed: 2**-20 to 2**20); fold a part of it into q, or "
+                    f"give NumPy arrays to compute on the CPU"),)
     for good, message in checks:
         if not good:
             raise UnsupportedError(message)
@@ -250,10 +255,8 @@ def _backward_config(pad: int, limit: int, smem_text: str) -> BackwardConfig:
     raise AssertionError("the last entry of every list fits the smallest GPU")
 
 
-def _backward_sm90_config(smem_text: str) -> BackwardConfig:
-    stages = config_sm90.BACKWARD_STAGES
-    return BackwardConfig(
-        "bwd_sm90", config_sm90.BACKWARD_Q_TILE, config_sm90.BACKWARD_KV_TILE,
-        4 * (1 + config_sm90.BACKWARD_CONSUMERS), config_sm90.BACKWARD_HEAD_DIM, stages, stages,
-        config_sm90.backward_smem_bytes(),
-        f"{smem_text}; two warpgroups hold dk and dv of 64 keys each in registers")
+def _backward_sm90_config(head_dim: int, smem_text: str) -> BackwardConfig:
+    loop = config_sm90.backward_loop(head_dim)
+    return BackwardConfig(loop.kernel, loop.q_tile, loop.kv_tile, loop.n_warp, loop.head_dim_pad,
+                          loop.q_stages, loop.do_stages, loop.smem_bytes,
+                          f"{smem_text}; {loop.reason}")

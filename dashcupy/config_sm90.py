@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .problem import Problem
-
 TARGET = (9, 0)
 MAX_HEAD_DIM = 256
 WARPGROUP_ROWS = 64
 _PANEL_COLUMNS = 64
 _SMEM_ALIGNMENT = 1024
 
-# The backward: its main loop is made for one head_dim and these tiles.
-BACKWARD_HEAD_DIM = 128
-BACKWARD_Q_TILE, BACKWARD_KV_TILE = 64, 128
-BACKWARD_CONSUMERS, BACKWARD_STAGES = 2, 2
 # Scales for which lse / scale, and what hides a key, stay inside float32 (tile/row_values.cuh).
-_BACKWARD_SCALES = (2.0**-20, 2.0**20)
+BACKWARD_SCALES = (2.0**-20, 2.0**20)
 _BATCH_STEPS, _N_BATCH = 8, 4
 ROW_VALUE_BYTES = 16
+_BACKWARD_CONSUMERS = _N_WRITER = 2
 
 # By columns of a tile: (kv_tile, consumer warpgroups, stages of k and of v, stages of q,
 # exponentials that run before P v of the tile before is waited for, reason).
@@ -32,6 +27,71 @@ _FORWARD_TILES = {
     192: (96, 2, 2, 1, 0, "two stages fit beside one q tile; larger kv tiles are not tried yet"),
     256: (80, 2, 2, 1, 0, "the largest kv tile of which two stages fit"),
 }
+
+
+@dataclass(frozen=True)
+class BackwardLoop:
+    """A main loop of the backward, for head_dims of up to ``head_dim_pad``.
+
+    Parameters
+    ----------
+    kernel
+        ``"bwd_sm90"`` (a warpgroup has half of the keys of a kv tile) or ``"bwd_sm90_wide"`` (it
+        has half of the columns).
+    head_dim_pad
+        Columns in the products; those from ``head_dim`` on are zeros.
+    q_tile, kv_tile
+        Rows of a tile.
+    q_stages, do_stages
+        Tiles of q, and of dout, in shared memory.
+    dq_slots
+        Parts of dq in shared memory that one warp adds at their turn: of ``bwd_sm90`` a q tile,
+        of ``bwd_sm90_wide`` 64 columns of it.
+    reason
+        Why these.
+    """
+
+    kernel: str
+    head_dim_pad: int
+    q_tile: int
+    kv_tile: int
+    q_stages: int
+    do_stages: int
+    dq_slots: int
+    reason: str
+
+    @property
+    def n_warp(self) -> int:
+        """Warps of a CTA."""
+        return 4 * (1 + _BACKWARD_CONSUMERS)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a CTA: SharedStorage of its layout."""
+        row_bytes, score_bytes = 2 * self.head_dim_pad, 2 * self.q_tile * self.kv_tile
+        tiles = (2 * self.kv_tile + (self.q_stages + self.do_stages) * self.q_tile) * row_bytes
+        if self.kernel == "bwd_sm90":  # dS twice; q and dout of a stage are handed back together
+            scores, dq_columns, stage_barriers = 2, self.head_dim_pad, 3 * self.q_stages
+        else:  # P and dS twice
+            scores, dq_columns = 4, _PANEL_COLUMNS
+            stage_barriers = 2 * (self.q_stages + self.do_stages)
+        dq_parts = _N_WRITER * self.dq_slots * self.q_tile * dq_columns * 4
+        rows = self.q_stages * self.q_tile * ROW_VALUE_BYTES
+        batches = _N_BATCH * (16 * _BATCH_STEPS + 4 * 13)
+        barriers = 8 * (stage_barriers + 2 + 2 * _N_WRITER * self.dq_slots + 4 + 2 * _N_BATCH)
+        total = tiles + scores * score_bytes + dq_parts + rows + batches + barriers
+        return -(-total // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
+
+
+_BACKWARD_LOOPS = (
+    BackwardLoop("bwd_sm90", 128, 64, 128, 2, 2, 1,
+                 "two warpgroups hold dk and dv of 64 keys each in registers"),
+    BackwardLoop("bwd_sm90_wide", 192, 64, 64, 2, 1, 2,
+                 "two warpgroups hold 128 and 64 columns of dk and dv in registers"),
+    BackwardLoop("bwd_sm90_wide", 256, 64, 64, 2, 1, 1,
+                 "two warpgroups hold 128 columns of dk and dv each in registers"),
+)
+_BACKWARD_HEAD_DIMS = (72, 256)  # least and most
 
 
 @dataclass(frozen=True)
@@ -100,19 +160,12 @@ def forward_smem_bytes(kv_tile: int, n_consumer: int, pad: int, stages: int,
     return -(-total // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
 
 
-def serves_backward(problem: Problem) -> bool:
-    """Whether ``bwd_sm90`` can do a problem of a dtype that GPUs can do: head_dim and scale."""
-    least, most = _BACKWARD_SCALES
-    return problem.head_dim == BACKWARD_HEAD_DIM and least <= problem.scale <= most
+def serves_backward(head_dim: int, scale: float) -> bool:
+    """Whether a Hopper backward has a loop for this head_dim, and row values for this scale."""
+    least, most = BACKWARD_SCALES
+    return _BACKWARD_HEAD_DIMS[0] <= head_dim <= _BACKWARD_HEAD_DIMS[1] and least <= scale <= most
 
 
-def backward_smem_bytes() -> int:
-    """Shared memory of bwd_sm90: SharedStorage in bwd_sm90_layout.cuh."""
-    q_tile, kv_tile, head_dim = BACKWARD_Q_TILE, BACKWARD_KV_TILE, BACKWARD_HEAD_DIM
-    k_v = 2 * kv_tile * head_dim * 2
-    stage = (2 * q_tile * head_dim * 2 + kv_tile * q_tile * 2 + q_tile * head_dim * 4
-             + q_tile * ROW_VALUE_BYTES)  # q and dout, dS, the part of dq, row values
-    batches = _N_BATCH * (16 * _BATCH_STEPS + 4 * 12)
-    barriers = 8 * (6 * BACKWARD_STAGES + 3 + 2 * _N_BATCH + 1)
-    total = k_v + BACKWARD_STAGES * stage + batches + barriers
-    return -(-total // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
+def backward_loop(head_dim: int) -> BackwardLoop:
+    """The main loop of a backward that `serves_backward`."""
+    return next(loop for loop in _BACKWARD_LOOPS if head_dim <= loop.head_dim_pad)

@@ -23,12 +23,12 @@ def backward_kernels(problem: Problem, config: BackwardConfig, shape: Shape,
     ----------
     problem, config, shape, schedule
     aligned
-        Whether arrays may be read 16 bytes at a time, or by tensor maps; without it ``bwd_sm90``
-        reads copies of q, k, v and dout.
+        Whether arrays may be read 16 bytes at a time, or by tensor maps; without it the Hopper
+        kernels read copies of q, k, v and dout.
     debug
         Whether waits are bounded and reported.
     """
-    is_sm90 = config.kernel == "bwd_sm90"
+    is_sm90 = config.kernel.startswith("bwd_sm90")
     shared = shared_defines(problem, config, "backward") | {
         "DC_ALIGNED": int(aligned), "DC_SEMAPHORE_STRIDE": SEMAPHORE_STRIDE}
     if is_sm90:
@@ -48,12 +48,12 @@ def backward_kernels(problem: Problem, config: BackwardConfig, shape: Shape,
         "DC_DEBUG": int(debug),
         "DC_SMEM_BYTES": config.smem_bytes,
     }
+    if config.kernel != "bwd_sm90":
+        defines |= {"DC_Q_STAGES": config.q_stages, "DC_DO_STAGES": config.do_stages}
+    if config.kernel == "bwd_sm90_wide":
+        defines["DC_DQ_SLOTS"] = config_sm90.backward_loop(problem.head_dim).dq_slots
     if not is_sm90:
-        defines |= {
-            "DC_WARPS": config.n_warp,
-            "DC_Q_STAGES": config.q_stages,
-            "DC_DO_STAGES": config.do_stages,
-        }
+        defines["DC_WARPS"] = config.n_warp
     kernels.append(KernelPlan(
         config.kernel, pairs(defines), n_work, "works of a head * batch * n_kv_head",
         32 * config.n_warp, config.smem_bytes, "backward",
@@ -71,7 +71,7 @@ def backward_workspace(problem: Problem, config: BackwardConfig, shape: Shape,
     n_tile = problem.batch * problem.n_q_head * shape.n_q
     n_row = n_tile * config.q_tile
     rows = "[batch, n_q_head, padded q_len]"
-    if config.kernel == "bwd_sm90":
+    if config.kernel.startswith("bwd_sm90"):
         wanted = {"lse_log2": (config_sm90.ROW_VALUE_BYTES * n_row,
                                f"bfloat16 {rows}[8]: -lse / scale and -delta in three parts each")}
     else:

@@ -1,0 +1,50 @@
+// The Hopper backwards: what the planner hands to the other roles, and how they count.
+#pragma once
+#include "params.cuh"
+#include "schedules/contract.cuh"
+#include DC_SCHEDULE
+#include "ptx/mbarrier.cuh"
+#include "ptx/warpgroup.cuh"
+#include "tile/mask.cuh"
+
+static_assert(DC_PARAMS_BYTES == sizeof(BackwardParams), "params.py packs another struct");
+
+// One visit of this CTA: q tile `q_tile` of q head `q_head` of the group.
+struct Step {
+  int q_tile, q_head;
+  int tile_index;  // among all q tiles of all q heads of the batch
+  u32 ticket;      // its turn in that dq
+};
+
+// Up to BATCH_STEPS steps of one kv tile, made by the planner and read by all other roles. A kv
+// tile without steps is one empty batch; a batch with `stop` ends the kernel.
+constexpr int BATCH_STEPS = 8, N_BATCH = 4;
+static_assert(BATCH_STEPS < WARP_SIZE, "one lane a step");
+struct Batch {
+  Step steps[BATCH_STEPS];
+  int count;
+  int has_steps;    // whether the kv tile has any
+  int kv_tile0;     // kv tiles with steps of this CTA before this one
+  int masked;       // whether keys must be hidden (needs_mask): in all steps of a batch, or none
+  u32 not_final;    // bit i: other kv tiles come after this one in the dq of step i
+  int left;         // steps of the kv tile from this batch on, its own included
+  int is_first, is_last;  // of the kv tile
+  int ends_work;          // last of the work
+  int stop;
+  int batch, kv_head, row0;  // row0: first key
+};
+
+// Parity of use number n of a barrier whose first wait must pass (empty) or block (full).
+DC_FN u32 full_parity(int n) { return u32(n) & 1; }
+DC_FN u32 empty_parity(int n) { return (u32(n) & 1) ^ 1; }
+
+// With DC_DELAY, now and then a pause of random length: tests show that results do not depend on
+// who is late.
+DC_FN void random_delay(u32 salt) {
+#if DC_DELAY
+  u32 clock;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(clock));
+  const u32 hash = (clock ^ salt * 0x9e3779b9u) * 0x85ebca6bu;
+  if (hash >> 30 == 0) __nanosleep(hash >> 8 & 0x1fff);
+#endif
+}
