@@ -71,9 +71,8 @@ def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     place = choose_place(args.device)
     cases = _cases(args, place)
-    work = [(case, _schedules(args.schedule, case.problem) if case.backward else [])
-            for case in cases]
-    work = [(case, names) for case, names in work if names or not (args.schedule or case.backward)]
+    work = [(case, _schedules(args.schedule, case.problem)) for case in cases]
+    work = [(case, names) for case, names in work if names]
     if not work:
         raise InvalidInputError(
             f"schedule={args.schedule!r} is defined for none of the masks to check (allowed here: "

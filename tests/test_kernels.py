@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dashcupy import cubin, nvrtc, schedules, source
-from dashcupy.config import max_head_dim
 from dashcupy.plan import make_plan
 from dashcupy.problem import Problem
 
@@ -33,14 +32,17 @@ COVERING = [
 # Further ones, on the target whose kernels are measured.
 ON_9_0 = [(64, "bfloat16", "full", "ascending", True, True),
           (128, "bfloat16", "full", "shift", True, False),
-          (128, "bfloat16", "causal", "shortest_first", True, False)]
-# The Hopper backward in every form; a word in its log is C75xx: products no longer overlap. Some
+          (128, "bfloat16", "causal", "shortest_first", True, False),
+          (256, "bfloat16", "causal", "descending", True, False),
+          (136, "float16", "full", "shift", False, True)]
+# The Hopper backwards in every form; a word in its log is C75xx: products no longer overlap. Some
 # builds keep 8 bytes of its planner on the stack, once a work.
 BACKWARDS = [(128, dtype, mask, schedule, True, False) for dtype, mask, schedule in
              itertools.product(("float16", "bfloat16"), ("full", "causal"), schedules.names())
              if schedules.supports(schedule, mask)]
 BACKWARDS += [(128, dtype, mask, "auto", aligned, True) for dtype, mask, aligned in
               itertools.product(("float16", "bfloat16"), ("full", "causal"), (True, False))]
+WIDE_BACKWARDS = [(head_dim, *case[1:]) for head_dim in (192, 256) for case in BACKWARDS]
 # The Hopper forward has tiles of its own for each of these head_dims, and code of its own for each
 # dtype and mask.
 FORWARDS = [(head_dim, dtype, mask, "auto", True, False) for head_dim, dtype, mask in
@@ -63,9 +65,8 @@ def _kernels(capability, cases):
     found = {}
     for head_dim, dtype, mask, schedule, aligned, debug in cases:
         problem = Problem(1, 1000, 1000, 2, 1, head_dim, dtype, mask, 1.0)
-        plans = [make_plan(problem, "forward", capability, "auto", aligned, debug)]
-        if head_dim <= max_head_dim("backward", capability):
-            plans.append(make_plan(problem, "backward", capability, schedule, aligned, debug))
+        plans = [make_plan(problem, "forward", capability, "auto", aligned, debug),
+                 make_plan(problem, "backward", capability, schedule, aligned, debug)]
         for plan in plans:
             found |= {(kernel.kernel, kernel.defines): None for kernel in plan.kernels}
     return list(found)
@@ -118,8 +119,9 @@ def test_the_hopper_forward_keeps_its_products_apart(which):
 @VERSIONS
 def test_the_hopper_backward_keeps_its_products_apart(which):
     """As above, with what stands at BACKWARDS."""
-    kernels = [item for item in _kernels((9, 0), BACKWARDS) if item[0] == "bwd_sm90"]
-    assert len(kernels) == len(BACKWARDS) == 2 * 8 + 8
+    kernels = [item for item in _kernels((9, 0), BACKWARDS + WIDE_BACKWARDS)
+               if item[0] in ("bwd_sm90", "bwd_sm90_wide")]
+    assert len(kernels) == 3 * len(BACKWARDS) == 3 * (2 * 8 + 8)
     faults = _faults((9, 0), LIBRARIES[which], kernels, MAX_STACK_BYTES)
     assert not faults, "\n".join(map(str, faults))
 
@@ -150,5 +152,6 @@ def test_the_covering_set_covers():
 
 def test_every_kernel_in_the_folder_is_launched_by_some_plan():
     """A kernel that no plan names would be compiled and tested by nothing."""
-    launched = {kernel for capability in TARGETS for kernel, _ in _kernels(capability, COVERING)}
+    launched = {kernel for capability in TARGETS for kernel, _ in _kernels(
+        capability, COVERING + (ON_9_0 if capability == (9, 0) else []))}
     assert set(source.kernel_names()) == launched
