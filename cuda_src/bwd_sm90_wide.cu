@@ -2,7 +2,7 @@
 //
 // Roles, work and the kernels around it are those of bwd_sm90 (its head comment has them), but for
 // two: both warpgroups compute all keys of the kv tile, each for half of the columns
-// (bwd_sm90_wide_math.cuh), and each dq_writer has the columns of one of them.
+// (bwd_sm90_wide_math.cuh), and each dq_writer has half of the columns of both.
 //
 // Barriers stand in bwd_sm90_wide_layout.cuh. Between CTAs there is dq_semaphore, a word for each
 // writer (tile/turnstile.cuh).
@@ -28,9 +28,9 @@ extern "C" __global__ void __launch_bounds__(N_THREAD, 1)
     else if (warp == PRODUCER_WARP && lane == 0)
       load_tiles(smem, params, maps);
     else if (warp == FIRST_WRITER_WARP && lane == 0)
-      write_dq<PANELS_OF_0>(smem, params, 0);
+      write_dq<0>(smem, params);
     else if (warp == FIRST_WRITER_WARP + 1 && lane == 0)
-      write_dq<PANELS_OF_1>(smem, params, 1);
+      write_dq<1>(smem, params);
   } else {
     raise_registers<CONSUMER_REGISTERS>();
     if (PANELS_OF_0 == PANELS_OF_1)

@@ -14,7 +14,7 @@ static_assert(DC_HEAD_DIM % 8 == 0 && DC_HEAD_DIM <= HEAD_DIM, "columns past the
 // Warpgroup 0 helps, one role a warp; the other two compute.
 constexpr int N_CONSUMER = 2, CONSUMER_WARPS = 4 * N_CONSUMER;
 constexpr int PRODUCER_WARP = 0, FIRST_WRITER_WARP = 1, PLANNER_WARP = 3;
-constexpr int N_WRITER = N_CONSUMER;  // each has one to serve
+constexpr int N_WRITER = 2;  // writer i adds panel i of each consumer
 constexpr int N_Q_STAGE = DC_Q_STAGES, N_DOUT_STAGE = DC_DO_STAGES, N_DQ_SLOT = DC_DQ_SLOTS;
 constexpr int N_SCORE_STAGE = 2;
 constexpr int N_THREAD = WARPGROUP_SIZE * (1 + N_CONSUMER);
@@ -23,8 +23,12 @@ constexpr int HELPER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 static_assert(HELPER_REGISTERS + N_CONSUMER * CONSUMER_REGISTERS <= 168 * (1 + N_CONSUMER),
               "registers");
 
-// Consumer w has the columns of these panels.
+// Consumer 0 has the columns of the first panels, consumer 1 of the others.
 constexpr int PANELS_OF_0 = 2, PANELS_OF_1 = N_PANEL - PANELS_OF_0;
+
+// Panel i of a consumer goes through slot i, or both through one in turn.
+static_assert(N_DQ_SLOT == 1 || N_DQ_SLOT == PANELS_OF_0, "slots of dq");
+DC_FN constexpr int dq_slot(int i) { return i % N_DQ_SLOT; }
 
 constexpr int Q_TILE_BYTES = Q_TILE * HEAD_DIM * 2, KV_TILE_BYTES = KV_TILE * HEAD_DIM * 2;
 constexpr int SCORE_BYTES = KV_TILE * Q_TILE * 2;
@@ -45,8 +49,8 @@ DC_FN bool needs_mask(const Mask& mask, int row0, int key0) {
 // v_empty, k_empty  consumer warps consumers, last step done           producer       v, k
 // p_full            consumer warps consumers, P stored                 consumers      p
 // ds_full           consumer warps consumers, dS stored                consumers      ds
-// dq_full[w][i]     4 warps        consumer w, panel of dq stored      dq_writer w    dq
-// dq_empty[w][i]    1              dq_writer w, panel of dq added      consumer w     dq
+// dq_full[i][w]     4 warps        consumer w, panel i of dq stored    dq_writer i    dq
+// dq_empty[w][s]    1              the dq_writer, panel of dq added    consumer w     dq
 // batch_full[s]     1              planner                             all others     batches
 // batch_empty[s]    BATCH_READERS  producer, writers, consumer warps   planner        batches
 // turns_came        N_WRITER       writers, turn of the last part of   planner        the next work
@@ -61,7 +65,7 @@ struct Barriers {
   u64 dout_full[N_DOUT_STAGE], dout_empty[N_DOUT_STAGE];
   u64 kv_full, v_empty, k_empty;
   u64 p_full, ds_full;
-  u64 dq_full[N_WRITER][N_DQ_SLOT], dq_empty[N_WRITER][N_DQ_SLOT];
+  u64 dq_full[N_WRITER][N_CONSUMER], dq_empty[N_CONSUMER][N_DQ_SLOT];
   u64 batch_full[N_BATCH], batch_empty[N_BATCH];
   u64 turns_came;
 };
@@ -75,7 +79,7 @@ struct alignas(1024) SharedStorage {
   u8 dout[N_DOUT_STAGE][Q_TILE_BYTES];
   u8 p[N_SCORE_STAGE][SCORE_BYTES];  // [KV_TILE][128 bytes]: row = key, 64 q rows
   u8 ds[N_SCORE_STAGE][SCORE_BYTES];
-  u8 dq[N_WRITER][N_DQ_SLOT][DQ_PANEL_BYTES];  // in the order of dq_accum
+  u8 dq[N_CONSUMER][N_DQ_SLOT][DQ_PANEL_BYTES];  // in the order of dq_accum
   u8 rows[N_Q_STAGE][ROW_TILE_BYTES];
   Batch batches[N_BATCH];
   Barriers barriers;
@@ -102,12 +106,12 @@ DC_FN void init_barriers(SharedStorage& smem) {
     init(b.dout_empty[s], CONSUMER_WARPS);
   }
 #pragma unroll
-  for (int w = 0; w < N_WRITER; ++w)
+  for (int w = 0; w < N_CONSUMER; ++w) {
 #pragma unroll
-    for (int i = 0; i < N_DQ_SLOT; ++i) {
-      init(b.dq_full[w][i], CONSUMER_WARPS / N_CONSUMER);
-      init(b.dq_empty[w][i], 1);
-    }
+    for (int i = 0; i < N_WRITER; ++i) init(b.dq_full[i][w], CONSUMER_WARPS / N_CONSUMER);
+#pragma unroll
+    for (int s = 0; s < N_DQ_SLOT; ++s) init(b.dq_empty[w][s], 1);
+  }
 #pragma unroll
   for (int s = 0; s < N_BATCH; ++s) {
     init(b.batch_full[s], 1);

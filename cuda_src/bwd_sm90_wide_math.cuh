@@ -114,19 +114,19 @@ DC_FN void start_dq(float (&dq)[32], const SharedStorage& smem, int panel, int t
   wgmma_commit();
 }
 
-// Hands panel number n_panel of this warpgroup to its writer.
-DC_FN void store_dq_panel(const float (&dq)[32], SharedStorage& smem, const Consumer& me,
-                          int n_panel) {
-  const int slot = n_panel % N_DQ_SLOT;
+// Hands panel i of step t to its writer.
+template <int PANELS>
+DC_FN void store_dq_panel(const float (&dq)[32], SharedStorage& smem, const Consumer& me, int i,
+                          int t) {
+  const int slot = dq_slot(i), n_use = N_DQ_SLOT == 1 ? PANELS * t + i : t;  // uses of it before
   const u32 at = smem_address(smem.dq[me.w][slot]) + (32 * me.warp + me.lane) * 16;
-  random_delay(n_panel);
-  mbarrier_wait(smem_address(&smem.barriers.dq_empty[me.w][slot]),
-                empty_parity(n_panel / N_DQ_SLOT));
+  random_delay(n_use);
+  mbarrier_wait(smem_address(&smem.barriers.dq_empty[me.w][slot]), empty_parity(n_use));
 #pragma unroll
   for (int j = 0; j < 8; ++j)
     st_shared_v4(at + j * WARPGROUP_SIZE * 16, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2],
                  dq[4 * j + 3]);
-  mbarrier_arrive_warp(smem_address(&smem.barriers.dq_full[me.w][slot]), me.lane);
+  mbarrier_arrive_warp(smem_address(&smem.barriers.dq_full[i][me.w]), me.lane);
 }
 
 // This warpgroup's scores into a tile of them.
@@ -177,9 +177,11 @@ DC_FN void visit(Sums<PANELS>& sums, SharedStorage& smem, const BackwardParams& 
   if (!is_first)
     mbarrier_arrive_warp(smem_address(&barriers.q_empty[stage_of(t - 1)]), me.lane);
   keep_below(s);
-  if (masked)
+  if (masked) {
+    const int thread = thread_index() % WARPGROUP_SIZE, lane = thread % WARP_SIZE;
     hide_keys(s, batch.steps[batch.count - (t_end - t)].q_tile * Q_TILE + me.w * Q_ROWS,
-              params.mask_offset, batch.row0 + 16 * me.warp + me.lane / 4, me.lane);
+              params.mask_offset, batch.row0 + 16 * (thread / WARP_SIZE) + lane / 4, lane);
+  }
 #pragma unroll
   for (int e = 0; e < Q_ROWS / 2; ++e) s[e] = exp2_approx(s[e] * params.scale_log2);  // P
   pack_scores(p, s);
@@ -190,12 +192,12 @@ DC_FN void visit(Sums<PANELS>& sums, SharedStorage& smem, const BackwardParams& 
   const u32 delta_ones[2] = {me.delta_ones, me.delta_ones};
   start_scores(dp, delta_ones, me.zero, rows, descriptor_low(smem_address(smem.v)),
                descriptor_low(dout + own_rows));
+  wgmma_wait<1>();  // the first panel of dq
+  if (!is_first) store_dq_panel<PANELS>(dq, smem, me, 0, t - 1);
   const u32 dout_columns = descriptor_low(dout + me.first_panel * Q_PANEL_BYTES, Q_PANEL_BYTES);
   start_own_rows(sums.dv, p, dout_columns, me.w);
   wait_scores(barriers.p_full, t);
   start_other_rows(sums.dv, descriptor_low(p_tile), dout_columns, me.w);
-  wgmma_wait<3>();  // the first panel of dq
-  if (!is_first) store_dq_panel(dq, smem, me, PANELS * (t - 1));
   if (SECOND) start_dq(dq, smem, me.first_panel + 1, t - 1);
   wgmma_wait<2 + SECOND>();  // dP
   keep_below(dp);
@@ -213,7 +215,7 @@ DC_FN void visit(Sums<PANELS>& sums, SharedStorage& smem, const BackwardParams& 
   start_other_rows(sums.dk, descriptor_low(ds_tile), q_columns, me.w);
   if (SECOND) {
     wgmma_wait<2>();  // the second panel of dq; dk(t) may run on
-    if (!is_first) store_dq_panel(dq, smem, me, PANELS * (t - 1) + 1);
+    if (!is_first) store_dq_panel<PANELS>(dq, smem, me, 1, t - 1);
   }
 }
 
@@ -263,7 +265,7 @@ DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int
         start_dq(dq, smem, me.first_panel + panel, t - 1);
         wgmma_wait<0>();
         if (panel + 1 == PANELS) mbarrier_arrive_warp(smem_address(&barriers.k_empty), lane);
-        store_dq_panel(dq, smem, me, PANELS * (t - 1) + panel);
+        store_dq_panel<PANELS>(dq, smem, me, panel, t - 1);
       }
     }
     const Batch& batch = smem.batches[n % N_BATCH];
