@@ -7,6 +7,8 @@
 // With DC_ROW_VALUES (bwd_sm90) both go to params.lse_log2 instead, in the form of
 // tile/row_values.cuh.
 //
+// With DC_UNORDERED dq_accum is set to zero.
+//
 // A q tile that no kv tile contributes to has nobody to write its dq: zeros are written here.
 //
 // Threads: 256, LANES lanes a row; the sum of a row is a fixed tree over 8 elements a lane and then
@@ -40,6 +42,13 @@ extern "C" __global__ void __launch_bounds__(N_THREAD)
   if (threadIdx.x < DC_SEMAPHORE_STRIDE)
     params.dq_semaphore[tile_index * DC_SEMAPHORE_STRIDE + threadIdx.x] = 0;
   if (threadIdx.x == 0 && blockIdx.x == 0) *params.work_counter = 0;
+
+#if DC_UNORDERED  // otherwise the first part is stored
+  float4* sum = reinterpret_cast<float4*>(params.dq_accum) +
+                tile_index * (DC_Q_TILE * DC_HEAD_DIM_PAD / 4);
+  for (int i = threadIdx.x; i < DC_Q_TILE * DC_HEAD_DIM_PAD / 4; i += N_THREAD)
+    sum[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+#endif
 
   const Element* out = params.out + batch * params.out_strides.batch +
                        q_head * params.out_strides.head;

@@ -13,6 +13,9 @@
 // rule only lets more happen. A CTA of a team takes its next work when the turn of all its parts
 // has come, as the contract of the schedules asks (turns_came); what then is left of them waits for
 // nobody.
+//
+// With DC_UNORDERED every part is added when it is computed, to zeros that bwd_preprocess has put
+// there: to measure what the order costs.
 DC_FN void write_dq(SharedStorage& smem, const BackwardParams& params, int slot) {
   const Barriers& barriers = smem.barriers;
   const u32 dq_full = smem_address(&barriers.dq_full[slot]);
@@ -28,7 +31,8 @@ DC_FN void write_dq(SharedStorage& smem, const BackwardParams& params, int slot)
     for (; i < batch.count; i += N_WRITER) {
       const Step step = batch.steps[i];
       u32* semaphore = params.dq_semaphore + i64(step.tile_index) * DC_SEMAPHORE_STRIDE;
-      if (step.ticket > 0)
+      const bool is_first = !DC_UNORDERED && step.ticket == 0;
+      if (!DC_UNORDERED && !is_first)
         turnstile_wait_bulk(
             semaphore, Turn{step.tile_index / ceil_div(params.q_len, Q_TILE), batch.row0 / KV_TILE,
                             step.q_tile, step.ticket}, params.report);
@@ -38,14 +42,14 @@ DC_FN void write_dq(SharedStorage& smem, const BackwardParams& params, int slot)
       mbarrier_wait(dq_full, full_parity((step0 + i) / N_STAGE));
       fence_async_smem();  // dq_part was stored by the consumers: else the copy may read old bytes
       float* sum = params.dq_accum + i64(step.tile_index) * (Q_TILE * HEAD_DIM);
-      if (step.ticket == 0)
+      if (is_first)
         bulk_store(sum, dq, DQ_BYTES);
       else
         bulk_add_f32(sum, dq, DQ_BYTES);
       bulk_commit();
       bulk_wait<0>();
       mbarrier_arrive(dq_empty);
-      if (batch.not_final >> i & 1) turnstile_release(semaphore);
+      if (!DC_UNORDERED && (batch.not_final >> i & 1)) turnstile_release(semaphore);
     }
     step0 += batch.count;
     mbarrier_arrive(smem_address(&barriers.batch_empty[n % N_BATCH]));

@@ -221,24 +221,29 @@ DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int
       wait_for_batch();
     }
     const Batch& batch = smem.batches[n % N_BATCH];
+    const int key0 = batch.row0 + 64 * w + 16 * warp;
+    const int batch_index = batch.batch, kv_head = batch.kv_head;
+    // dS of the step after the last would go there: no product reads it since the last wait_ds.
+    const u32 staging = smem_address(smem.ds) + stage_of(t) * DS_BYTES +
+                        (64 * w + 16 * warp) * PANEL_ROW_BYTES;
+    if (!is_first) mbarrier_arrive_warp(smem_address(&barriers.v_empty), lane);
+    float dq[32];
+    wait_ds(smem, t - 1);
+    start_dq(dq, smem, me, t - 1);  // of old bytes, and dropped, if the kv tile had no step
+    store_rows(kv.dv, staging,
+               params.dv + batch_index * params.dv_strides.batch +
+                   kv_head * params.dv_strides.head,
+               params.dv_strides.row, key0, params.kv_len, 0, 1.f, lane);
+    wgmma_wait<0>();
     if (!is_first) {
-      mbarrier_arrive_warp(smem_address(&barriers.v_empty), lane);
-      float dq[32];
-      wait_ds(smem, t - 1);
-      start_dq(dq, smem, me, t - 1);
-      wgmma_wait<0>();
       mbarrier_arrive_warp(smem_address(&barriers.k_empty), lane);
       store_dq_part(dq, smem, me, t - 1);
     }
-    const int key = batch.row0 + 64 * w + 16 * warp + lane / 4;
-    const int batch_index = batch.batch, kv_head = batch.kv_head;
     mbarrier_arrive_warp(smem_address(&barriers.batch_empty[n % N_BATCH]), lane);
     ++n;
-    store_rows(kv.dk, params.dk + batch_index * params.dk_strides.batch +
-                          kv_head * params.dk_strides.head,
-               params.dk_strides.row, key, params.kv_len, 0, params.scale, lane);
-    store_rows(kv.dv, params.dv + batch_index * params.dv_strides.batch +
-                          kv_head * params.dv_strides.head,
-               params.dv_strides.row, key, params.kv_len, 0, 1.f, lane);
+    store_rows(kv.dk, staging,
+               params.dk + batch_index * params.dk_strides.batch +
+                   kv_head * params.dk_strides.head,
+               params.dk_strides.row, key0, params.kv_len, 0, params.scale, lane);
   }
 }

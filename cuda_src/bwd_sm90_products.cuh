@@ -2,6 +2,7 @@
 #pragma once
 #include "bwd_sm90_steps.cuh"
 #include "ptx/matrix.cuh"
+#include "ptx/stmatrix.cuh"
 #include "ptx/wgmma.cuh"
 #include "tile/row_values.cuh"
 #include "tile/smem_tile.cuh"
@@ -35,6 +36,13 @@ DC_FN u32 opaque_zero() {
   return zero;
 }
 
+// A lane's 16 bytes of the fragment of 16 columns number k in 16 rows of a panel, as stmatrix wants
+// them.
+DC_FN u32 fragment_at(int lane, int k) {
+  const int row = lane % 16;
+  return row * PANEL_ROW_BYTES + (((2 * k + lane / 16) ^ row % 8) << 4);
+}
+
 // Scores of keys that the diagonal hides: selected away before exp2, for they may be anything.
 // `key` is the key of this lane's first row; columns are q rows from q_row0 on.
 template <int N>
@@ -47,19 +55,32 @@ DC_FN void hide_keys(float (&s)[N], int q_row0, int offset, int key, int lane) {
       if (first + 8 * j + e % 2 - 8 * (e / 2) < 0) s[4 * j + e] = HIDE;
 }
 
-// Rows of the kv tile that exist, scaled and rounded, to gmem[key][column0 and on]: as many columns
-// as there are.
+// A warp's 16 rows of dk or dv, scaled and rounded, to gmem[key][column0 and on], as far as rows and
+// columns exist: whole 128 bytes of a row by way of `staging`, 16 rows of a panel of the warp's own.
 template <int N>
-DC_FN void store_rows(const float (&acc)[N], Element* gmem, i64 row_stride, int key, int kv_len,
-                      int column0, float scale, int lane) {
+DC_FN void store_rows(const float (&acc)[N], u32 staging, Element* gmem, i64 row_stride, int key0,
+                      int kv_len, int column0, float scale, int lane) {
+  constexpr int LANES = PANEL_ROW_BYTES / 16, ROWS = WARP_SIZE / LANES;
+  const int lane_row = lane / LANES, chunk = lane % LANES;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (key + 8 * half >= kv_len) continue;
-    Element* to = gmem + (key + 8 * half) * row_stride + column0 + 2 * (lane % 4);
+  for (int panel = 0; panel < N / 32; ++panel) {
 #pragma unroll
-    for (int j = 0; j < N / 4; ++j)
-      if (DC_HEAD_DIM == DC_HEAD_DIM_PAD || column0 + 8 * j < DC_HEAD_DIM)
-        store_pair(to + 8 * j,
-                   pack(acc[4 * j + 2 * half] * scale, acc[4 * j + 2 * half + 1] * scale));
+    for (int k = 0; k < PANEL_COLUMNS / 16; ++k) {
+      const auto word = [&](int i) {
+        const int at = 32 * panel + 8 * k + 2 * i;
+        return pack(acc[at] * scale, acc[at + 1] * scale);
+      };
+      stmatrix_x4(staging + fragment_at(lane, k), word(0), word(1), word(2), word(3));
+    }
+    __syncwarp();
+    const int column = column0 + PANEL_COLUMNS * panel + 8 * chunk;
+#pragma unroll
+    for (int row = lane_row; row < 16; row += ROWS) {
+      u32 word[4];
+      ld_shared_v4(word, staging + row * PANEL_ROW_BYTES + ((chunk ^ row % 8) << 4));
+      if (key0 + row < kv_len && column < DC_HEAD_DIM)
+        store_8(gmem + (key0 + row) * row_stride + column, word);
+    }
+    __syncwarp();
   }
 }

@@ -23,7 +23,6 @@
 #include "bwd_sm90_products.cuh"
 #include "bwd_sm90_wide_layout.cuh"
 #include "ptx/math.cuh"
-#include "ptx/stmatrix.cuh"
 
 constexpr int N_K_STEP = HEAD_DIM / 16;
 constexpr int Q_ROWS = Q_TILE / N_CONSUMER;  // whose scores a warpgroup computes
@@ -46,11 +45,9 @@ struct Consumer {
   DC_FN Consumer(int w, int warp, int lane)
       : w(w), warp(warp), lane(lane), first_panel(w * PANELS_OF_0),
         delta_ones(delta_columns(lane)), zero(opaque_zero()) {
-    const u32 row = 16 * warp + lane % 16;
 #pragma unroll
     for (int k = 0; k < OWN_K_STEPS; ++k)
-      fragment[k] = row * PANEL_ROW_BYTES +
-                    (((2 * (OWN_K_STEPS * w + k) + lane / 16) ^ row % 8) << 4);
+      fragment[k] = 16 * warp * PANEL_ROW_BYTES + fragment_at(lane, OWN_K_STEPS * w + k);
   }
 };
 
@@ -233,12 +230,11 @@ DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int
   for (;;) {  // kv tiles
     wait_for_batch();
     if (warp_uniform(smem.batches[n % N_BATCH].stop != 0)) return;
-    const int row0 = warp_uniform(smem.batches[n % N_BATCH].row0);
-    const int key = row0 + 16 * warp + lane / 4;
+    const int key0 = warp_uniform(smem.batches[n % N_BATCH].row0) + 16 * warp;
 #pragma unroll
     for (int i = 0; i < 32 * PANELS; ++i) sums.dk[i] = sums.dv[i] = 0.f;
-    me.lse_ones[0] = lse_columns(lane, key >= key_end);
-    me.lse_ones[1] = lse_columns(lane, key + 8 >= key_end);
+    me.lse_ones[0] = lse_columns(lane, key0 + lane / 4 >= key_end);
+    me.lse_ones[1] = lse_columns(lane, key0 + lane / 4 + 8 >= key_end);
     if (warp_uniform(smem.batches[n % N_BATCH].count > 0))
       mbarrier_wait(smem_address(&barriers.kv_full),
                     full_parity(smem.batches[n % N_BATCH].kv_tile0));
@@ -272,12 +268,17 @@ DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int
     const int batch_index = batch.batch, kv_head = batch.kv_head;
     mbarrier_arrive_warp(smem_address(&barriers.batch_empty[n % N_BATCH]), lane);
     ++n;
-    const int column0 = 64 * me.first_panel;
-    store_rows(sums.dk, params.dk + batch_index * params.dk_strides.batch +
-                            kv_head * params.dk_strides.head,
-               params.dk_strides.row, key, params.kv_len, column0, params.scale, lane);
-    store_rows(sums.dv, params.dv + batch_index * params.dv_strides.batch +
-                            kv_head * params.dv_strides.head,
-               params.dv_strides.row, key, params.kv_len, column0, 1.f, lane);
+    // When both are here no product reads ds, and the next dS is stored when both have gone on.
+    named_barrier_sync(ALL_DONE, N_CONSUMER * WARPGROUP_SIZE);
+    const u32 staging = smem_address(smem.ds[w]) + 16 * warp * PANEL_ROW_BYTES;
+    const int column0 = PANEL_COLUMNS * me.first_panel;
+    store_rows(sums.dv, staging,
+               params.dv + batch_index * params.dv_strides.batch +
+                   kv_head * params.dv_strides.head,
+               params.dv_strides.row, key0, params.kv_len, column0, 1.f, lane);
+    store_rows(sums.dk, staging,
+               params.dk + batch_index * params.dk_strides.batch +
+                   kv_head * params.dk_strides.head,
+               params.dk_strides.row, key0, params.kv_len, column0, params.scale, lane);
   }
 }

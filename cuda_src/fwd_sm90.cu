@@ -39,15 +39,16 @@
 // out_full[i]   mbar   consumer warps  consumers, out is in smem   storer           smem.q[s]
 // TURN + c      named  256             consumer c - 1 arrives      consumer c       who issues next
 // Q_DONE + c    named  128             consumer c                  consumer c       its rows of q
-// [s]: of that stage; [i]: slot number modulo 2, as a slot may be signalled while the one before
-// has not been looked at. HOLD and END signal verdict and out_full too. Loads reach wgmma through
-// the mbarrier alone; out, written by ordinary stores, needs the fence in Consumer::finish.
+// [s]: of that stage; [i]: slot number modulo N_OPEN, as a slot may be signalled while some before
+// it have not been looked at. HOLD and END signal verdict and out_full too. Loads reach wgmma
+// through the mbarrier alone; out, written by ordinary stores, needs the fence in Consumer::finish.
 //
 // smem, bytes   head_dim 64        96, 128            192               256
 //   q, out      49,152 (2 stages)  65,536 (2)         49,152 (1)        65,536 (1)
+//               causal mask        98,304 (3)
 //   k           65,536 (4 x 128)   65,536 (2 x 128)   73,728 (2 x 96)   81,920 (2 x 80)
 //   v           65,536             65,536             73,728            81,920
-//   rows         6,144              4,096                  16                16
+//   rows         3,840              2,560                  16                16
 //   slots, barriers, flags: some 250
 // Registers of a consumer: O + S + P
 //               32 + 64 + 32       64 + 64 + 32       96 + 48 + 24      128 + 40 + 20
@@ -73,7 +74,7 @@ DC_FN void init_barriers(SharedStorage& smem) {
     mbarrier_init(address(smem.q_full[i]), 1);
     mbarrier_init(address(smem.q_empty[i]), 1);
   }
-  for (int i = 0; i < 2; ++i) {
+  for (int i = 0; i < N_OPEN; ++i) {
     mbarrier_init(address(smem.verdict[i]), n_warp);
     mbarrier_init(address(smem.out_full[i]), n_warp);
     smem.failed[i] = 0;

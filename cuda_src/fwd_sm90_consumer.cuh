@@ -99,8 +99,8 @@ struct Consumer {
 
   // Answers a slot that is no q tile.
   DC_FN void skip_slot() {
-    if (FIXED_REFERENCE) release(smem.verdict[count & 1]);
-    release(smem.out_full[count & 1]);
+    if (FIXED_REFERENCE) release(smem.verdict[count % N_OPEN]);
+    release(smem.out_full[count % N_OPEN]);
     ++count;
   }
 
@@ -207,21 +207,28 @@ struct Consumer {
     }
   }
 
-  DC_FN u32 saved_rows() {
-    return smem_address(smem.rows) + (thread_index() - WARPGROUP_SIZE) * int(sizeof(float4));
+  DC_FN u32 saved_sums() {
+    return smem_address(smem.sums) + (thread_index() - WARPGROUP_SIZE) * int(sizeof(float2));
+  }
+  DC_FN u32 saved_references() {
+    const int row = index * WARPGROUP_ROWS + 16 * warp + thread_index() % WARP_SIZE / 4;
+    return smem_address(smem.references) + row * int(sizeof(float));
   }
 
   DC_FN void save_rows() {
-    const u32 words[4] = {__float_as_uint(sum[0]), __float_as_uint(sum[1]),
-                          __float_as_uint(reference[0]), __float_as_uint(reference[1])};
-    st_shared_v4(saved_rows(), words);
+    st_shared_v2(saved_sums(), sum[0], sum[1]);
+    if (lane % 4 == 0) {
+      st_shared(saved_references(), __float_as_uint(reference[0]));
+      st_shared(saved_references() + 8 * int(sizeof(float)), __float_as_uint(reference[1]));
+    }
   }
 
+  // A barrier of the warp must lie between the two.
   DC_FN void restore_rows(float (&saved_sum)[2], float (&saved_reference)[2]) {
-    u32 words[4];
-    ld_shared_v4(words, saved_rows());
-    saved_sum[0] = __uint_as_float(words[0]), saved_sum[1] = __uint_as_float(words[1]);
-    saved_reference[0] = __uint_as_float(words[2]), saved_reference[1] = __uint_as_float(words[3]);
+    const float2 sums = ld_shared_f32_v2(saved_sums());
+    saved_sum[0] = sums.x, saved_sum[1] = sums.y;
+    saved_reference[0] = __uint_as_float(ld_shared(saved_references()));
+    saved_reference[1] = __uint_as_float(ld_shared(saved_references() + 8 * int(sizeof(float))));
   }
 
   // The q tile of the slot before `count`, whose O is complete: verdict, lse, out.
@@ -243,8 +250,8 @@ struct Consumer {
       for (int e = 0; e < N_O; ++e) zero[e & 3] = fmaf(o[e], 0.f, zero[e & 3]);
       const bool safe = (zero[0] + zero[1]) + (zero[2] + zero[3]) == 0.f &&
                         total[0] < MAX_SUM && total[1] < MAX_SUM;
-      if (work.n_tile >= 0 && !safe) st_shared(smem_address(&smem.failed[slot & 1]), 1);
-      release(smem.verdict[slot & 1]);
+      if (work.n_tile >= 0 && !safe) st_shared(smem_address(&smem.failed[slot % N_OPEN]), 1);
+      release(smem.verdict[slot % N_OPEN]);
     }
     // out goes over q, which all four warps must be done with. At an edge the turn said so.
     if (!EDGE) named_barrier_sync(Q_DONE + index, WARPGROUP_SIZE);
@@ -266,7 +273,7 @@ struct Consumer {
                   x[0], x[1], x[2], x[3]);
     }
     fence_async_smem();  // generic stores above -> the storer's bulk store, which would miss them
-    release(smem.out_full[slot & 1]);
+    release(smem.out_full[slot % N_OPEN]);
     const int row = work.q_row0 + index * WARPGROUP_ROWS + 16 * warp + lane / 4;
     if (lane % 4 == 0) {
       float* lse = params.lse + work.batch * params.lse_batch + work.head * params.lse_head;

@@ -23,7 +23,7 @@ static_assert(DC_HEAD_DIM % 8 == 0 && DC_HEAD_DIM > 0, "head_dim: 16-byte stride
 static_assert(DC_HEAD_DIM <= COLUMNS && COLUMNS % 32 == 0 && COLUMNS <= 256, "head_dim");
 static_assert(Q_TILE == N_CONSUMER * WARPGROUP_ROWS, "a warpgroup has 64 rows");
 static_assert(KV_TILE % 16 == 0 && KV_TILE <= 256, "whole k steps of P v; rows of a box");
-static_assert(STAGES >= 2 && (Q_STAGES == 1 || Q_STAGES == 2), "stages");
+static_assert(STAGES >= 2 && Q_STAGES >= 1 && Q_STAGES <= 3, "stages");
 static_assert(DC_CAUSAL == 0 || DC_CAUSAL == 1, "mask");
 
 constexpr int Q_PANEL_BYTES = WARPGROUP_ROWS * PANEL_ROW_BYTES;
@@ -32,18 +32,24 @@ constexpr int KV_PANEL_BYTES = KV_TILE * PANEL_ROW_BYTES;
 constexpr int KV_BYTES = PANELS * KV_PANEL_BYTES;
 
 constexpr int N_SLOT = 4;
+// Slots whose verdict or out can be signalled and not yet looked at: one for each q tile that is on
+// its way, and with one stage the slot after it, which may be no q tile.
+constexpr int N_OPEN = max_int(Q_STAGES, 2);
+static_assert(N_OPEN < N_SLOT, "a slot is read until its out is stored");
 
 // Everything a CTA keeps in shared memory. Tiles are panels of 64 columns, see ptx/wgmma.cuh.
 struct alignas(1024) SharedStorage {
   u8 q[Q_STAGES][N_CONSUMER][Q_BYTES];  // out on its way to global memory, once q is done with
   u8 k[STAGES][KV_BYTES], v[STAGES][KV_BYTES];
-  float4 rows[Q_STAGES == 1 ? 1 : N_CONSUMER * WARPGROUP_SIZE];  // sums, references of a q tile
+  // Of a finished q tile, while the next one starts: sums of the threads, references of the rows.
+  float2 sums[Q_STAGES == 1 ? 1 : N_CONSUMER * WARPGROUP_SIZE];
+  float references[Q_STAGES == 1 ? 1 : Q_TILE];
   int4 slots[N_SLOT];                        // Works handed to the consumers and the storer
   u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
   u64 q_full[Q_STAGES], q_empty[Q_STAGES];
-  u64 out_full[2], verdict[2];
-  u32 failed[2];  // of the q tile of that verdict: a sum or an out has left the safe range
-  int posted[2];  // that q tile, for the producer
+  u64 out_full[N_OPEN], verdict[N_OPEN];
+  u32 failed[N_OPEN];  // of the q tile of that verdict: a sum or an out has left the safe range
+  int posted[N_OPEN];  // that q tile, for the producer
   u32 sink;       // target of a store that never happens
 };
 static_assert(sizeof(SharedStorage) == DC_SMEM_BYTES, "config.py counts another size");

@@ -11,22 +11,25 @@ constexpr int CLAIM_AT = 3;
 //
 // With FIXED_REFERENCE a q tile may fail (see fwd_sm90.cu) and is then done again with
 // TRACK_MAXIMUM. Whether it failed is known when the consumers have finished it, which they do
-// while they work on the next one: so the verdict on tile i is read before tile i + 2 is posted,
-// and when nothing is left to post but a verdict is open, HOLD makes them finish without a next
-// one.
+// while they work on the next one: so the verdict on tile i is read before tile i + N_OPEN is
+// posted, and when nothing is left to post but a verdict is open, HOLD makes them finish without a
+// next one.
 struct Scheduler {
   const ForwardSm90Params& params;
   SharedStorage& smem;
   u32 n_posted, n_judged;  // slots; HOLDs have a verdict too, always good
   u32 fresh;               // next q tile that was never posted
   u32 n_work;
-  int again0, again1;      // failed q tiles, -1: none; two verdicts can be open, no more
+  int again[N_OPEN];       // failed q tiles, then -1: no more verdicts can be open
   bool held;               // the last slot was a HOLD
 
   DC_FN Scheduler(const ForwardSm90Params& params, SharedStorage& smem)
       : params(params), smem(smem), n_posted(0), n_judged(0), fresh(blockIdx.x),
         n_work(ceil_div(params.q_len, Q_TILE) * params.batch * params.n_q_head),
-        again0(-1), again1(-1), held(false) {}
+        held(false) {
+#pragma unroll
+    for (int i = 0; i < N_OPEN; ++i) again[i] = -1;
+  }
 
   // To be called once for each fresh q tile, before the next is asked for.
   DC_FN void claim() {
@@ -46,13 +49,15 @@ struct Scheduler {
   }
 
   DC_FN void judge() {
-    const u32 parity = n_judged & 1;
-    mbarrier_wait(address(smem.verdict[parity]), n_judged >> 1 & 1);
-    const u32 failed = smem_address(&smem.failed[parity]);
+    const u32 i = n_judged % N_OPEN;
+    mbarrier_wait(address(smem.verdict[i]), n_judged / N_OPEN & 1);
+    const u32 failed = smem_address(&smem.failed[i]);
     if (ld_shared(failed)) {
       st_shared(failed, 0);
-      const int tile = ld_shared(smem_address(&smem.posted[parity]));
-      if (again0 < 0) again0 = tile; else again1 = tile;
+      int tile = ld_shared(smem_address(&smem.posted[i]));
+#pragma unroll
+      for (int k = 0; k < N_OPEN; ++k)  // into the first free place
+        if (again[k] < 0) again[k] = tile, tile = -1;
     }
     ++n_judged;
   }
@@ -61,14 +66,15 @@ struct Scheduler {
   DC_FN int next(bool& is_fresh) {
     is_fresh = false;
     if (FIXED_REFERENCE) {
-      while (n_judged + 1 < n_posted) judge();
-      if (again0 < 0 && fresh >= n_work && held)
+      while (n_judged + N_OPEN - 1 < n_posted) judge();
+      if (again[0] < 0 && fresh >= n_work && held)
         while (n_judged < n_posted) judge();
     }
     int tile;
-    if (again0 >= 0) {
-      tile = again0;
-      again0 = again1, again1 = -1;
+    if (again[0] >= 0) {
+      tile = again[0];
+#pragma unroll
+      for (int k = 0; k < N_OPEN; ++k) again[k] = k + 1 < N_OPEN ? again[k + 1] : -1;
     } else if (fresh < n_work) {
       tile = fresh;
       is_fresh = true;
@@ -83,7 +89,7 @@ struct Scheduler {
   DC_FN void post(int tile, const Work& work) {
     mbarrier_wait(address(smem.q_empty[n_posted % Q_STAGES]), n_posted / Q_STAGES + 1 & 1);
     write_slot(smem, n_posted, work);
-    if (FIXED_REFERENCE) st_shared(smem_address(&smem.posted[n_posted & 1]), tile);
+    if (FIXED_REFERENCE) st_shared(smem_address(&smem.posted[n_posted % N_OPEN]), tile);
     ++n_posted;
   }
 };
@@ -166,7 +172,7 @@ DC_FN void produce(const ForwardSm90Params& params, SharedStorage& smem) {
 // out of a finished q tile lies where its q was.
 DC_FN void store(const ForwardSm90Params& params, SharedStorage& smem) {
   for (u32 count = 0;; ++count) {
-    mbarrier_wait(address(smem.out_full[count & 1]), count >> 1 & 1);
+    mbarrier_wait(address(smem.out_full[count % N_OPEN]), count / N_OPEN & 1);
     const Work work = read_slot(smem, count);
     const u32 stage = count % Q_STAGES;
     if (work.q_row0 == END) break;

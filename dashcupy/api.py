@@ -97,7 +97,7 @@ def attention_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *,
                        causal: bool | str = False, scale: float | None = None,
                        schedule: str = "auto", grads: Any = None,
                        workspace: Any = None) -> tuple[Any, Any, Any]:
-    """Gradients of `attention` with respect to q, k and v; deterministic, always.
+    """Gradients of `attention` with respect to q, k and v, the same bits every time.
 
     Parameters
     ----------
@@ -113,7 +113,9 @@ def attention_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *,
         As given to `attention`.
     schedule : str, optional
         The order in which CTAs visit tiles and sum dq: one of ``dashcupy.schedules.names()``, or
-        ``"auto"``, which looks at the mask only, never at a timing. Bits depend on it.
+        ``"auto"``, a function of the problem and the kernel, never of a timing. Bits depend on it.
+        ``"unordered"`` is NOT deterministic: it adds in whatever order parts come, to measure what
+        an order costs (compute capability 9.0 only).
     grads : tuple of array, optional
         Where to write: ``(dq, dk, dv)``, in which None stands for a new array. Same framework,
         device, shapes and dtype as the results; on a GPU the last axis is contiguous (the other

@@ -36,7 +36,8 @@ def struct_values(plan: Plan, layouts: Mapping[str, Layout]) -> dict[str, int | 
         "batch": problem.batch, "n_q_head": problem.n_q_head, "n_kv_head": problem.n_kv_head,
         "q_len": problem.q_len, "kv_len": problem.kv_len, "mask_offset": problem.mask_offset,
         "scale": problem.scale, "scale_log2": scale_log2(problem), "reserved": 0,
-        "head_group": (forward_head_group if plan.direction == "forward" else head_group)(problem),
+        "head_group": (forward_head_group(problem) if plan.direction == "forward" else
+                       head_group(problem, plan.config)),
     }
     for name, layout in layouts.items():
         strides = used_strides(layout)

@@ -370,7 +370,7 @@ def _type_name(x: Any) -> str:
 def _traced(name: str) -> InvalidInputError:
     return InvalidInputError(
         f"{name} is a JAX tracer, which has no memory: call this outside jit, grad and vmap (it "
-        f"launches kernels at once), or wrap it in jax.pure_callback")
+        f"launches kernels at once), or use dashcupy.jax.attention, which works inside them")
 
 
 _held: deque[tuple[Any, list[Any]]] = deque()

@@ -47,7 +47,7 @@ def run(direction: str, inputs: tuple[Any, ...], given: tuple[Any, ...], *,
         Upper limit on the CTAs of a persistent kernel; bits do not depend on it.
     """
     mask, scale = mask_from_causal(causal), number_from_scale(scale)
-    _require_name(schedule)
+    require_name(schedule)
     n_wanted = n_wanted or len(given)
     options = (direction, mask, scale, schedule, env.debug(), max_ctas)
     framework = arrays.framework_of(inputs[0], INPUTS[direction][0])
@@ -82,7 +82,7 @@ def plan(direction: str, inputs: tuple[Any, ...], *, causal: bool | str = False,
          scale: float | None = None, schedule: str = "auto") -> Plan:
     """What `run` would do with q, k and v."""
     mask, scale = mask_from_causal(causal), number_from_scale(scale)
-    _require_name(schedule)
+    require_name(schedule)
     _, borrowed = arrays.borrow_all(("q", "k", "v"), inputs)
     layouts = {name: b.layout for name, b in zip("qkv", borrowed)}
     problem = Problem.from_arrays(layouts, mask, scale)
@@ -97,7 +97,7 @@ def plan(direction: str, inputs: tuple[Any, ...], *, causal: bool | str = False,
     return make_plan(problem, direction, target, schedule, aligned, env.debug())
 
 
-def _require_name(schedule: Any) -> None:
+def require_name(schedule: Any) -> None:
     """Refuse what cannot be looked up, such as a list."""
     if not isinstance(schedule, str):
         schedules.get(schedule)  # says what is allowed

@@ -27,6 +27,9 @@ _FORWARD_TILES = {
     192: (96, 2, 2, 1, 0, "two stages fit beside one q tile; larger kv tiles are not tried yet"),
     256: (80, 2, 2, 1, 0, "the largest kv tile of which two stages fit"),
 }
+# With the causal mask the first q tiles of a sequence are done too soon to hide how the next one
+# comes: where two warpgroups leave room, q has a stage more.
+_CAUSAL_Q_STAGES = {96: 3, 128: 3}
 
 
 @dataclass(frozen=True)
@@ -139,10 +142,12 @@ class ForwardSm90Config:
         return 4 * (1 + self.n_consumer)
 
 
-def forward_config(head_dim: int, dtype: str, smem_text: str) -> ForwardSm90Config:
+def forward_config(head_dim: int, dtype: str, causal: bool, smem_text: str) -> ForwardSm90Config:
     """The config of a forward that ``fwd_sm90`` serves: head_dim a multiple of 8 up to 256."""
     pad = next(columns for columns in _FORWARD_TILES if head_dim <= columns)
     kv_tile, n_consumer, stages, q_stages, early, reason = _FORWARD_TILES[pad]
+    if causal:
+        q_stages = _CAUSAL_Q_STAGES.get(pad, q_stages)
     return ForwardSm90Config(
         "fwd_sm90", WARPGROUP_ROWS * n_consumer, kv_tile, n_consumer, pad, stages, q_stages, early,
         dtype == "bfloat16", forward_smem_bytes(kv_tile, n_consumer, pad, stages, q_stages),
@@ -154,8 +159,10 @@ def forward_smem_bytes(kv_tile: int, n_consumer: int, pad: int, stages: int,
     """Shared memory of fwd_sm90: SharedStorage in fwd_sm90_layout.cuh."""
     row_bytes = -(-pad // _PANEL_COLUMNS) * _PANEL_COLUMNS * 2
     tiles = (q_stages * n_consumer * WARPGROUP_ROWS + 2 * stages * kv_tile) * row_bytes
-    saved_rows = 16 * (1 if q_stages == 1 else 128 * n_consumer)
-    slots, barriers, flags = 4 * 16, 8 * (4 * stages + 2 * q_stages + 4), 5 * 4
+    saved_rows = 16 if q_stages == 1 else n_consumer * (128 * 8 + WARPGROUP_ROWS * 4)
+    n_open = max(q_stages, 2)
+    slots, barriers = 4 * 16, 8 * (4 * stages + 2 * q_stages + 2 * n_open)
+    flags = 4 * (2 * n_open + 1)
     total = tiles + saved_rows + slots + barriers + flags
     return -(-total // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
 

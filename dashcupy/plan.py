@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from . import plan_sm90, schedules
-from .config import Config, Target, choose_config, uses_tensor_maps
+from .config import BackwardConfig, Config, Target, choose_config, uses_tensor_maps
 from .config_sm90 import ForwardSm90Config
 from .errors import UnsupportedError
 from .plan_backward import backward_kernels, backward_workspace
@@ -54,7 +54,8 @@ class Plan:
         Names all that the bits depend on, but for the values and for the NVRTC that compiles the
         kernels: equal fingerprints promise equal bits under one NVRTC version. Across versions
         nothing is promised; with 12.9 and 13.5 the machine code is the same with and without
-        ``-fmad=false``, so neither chooses where to fuse, and bits are in practice equal.
+        ``-fmad=false``, so neither chooses where to fuse, and bits are in practice equal. That of
+        the schedule ``"unordered"`` promises nothing, and says so.
     """
 
     direction: str
@@ -127,8 +128,10 @@ def make_plan(problem: Problem, direction: str, target: Target, schedule: str = 
     """
     config = choose_config(problem, direction, target)
     shape = _shape(problem, config)
-    chosen = schedules.resolve(schedule, shape)  # a wrong name is refused for the forward too
+    # A wrong name is refused for the forward too.
+    chosen = schedules.resolve(schedule, shape, teams=config.kernel.startswith("bwd_sm90"))
     chosen = chosen if direction == "backward" else None
+    _check_order(chosen, config)
     name = chosen.NAME if chosen else None
     kernels: tuple[KernelPlan, ...] = ()
     workspace: tuple[Region, ...] = ()
@@ -167,6 +170,14 @@ def _check_sizes(problem: Problem, shape: Shape, schedule: schedules.Schedule | 
                                    f"({most}); split the batch or the heads over several calls")
 
 
+def _check_order(schedule: schedules.Schedule | None, config: Config) -> None:
+    if schedule is None or schedule.DETERMINISTIC or config.kernel == "bwd_sm90":
+        return
+    raise UnsupportedError(
+        f"schedule={schedule.NAME!r} runs on bwd_sm90 only (compute capability 9.0), and this "
+        f"problem is for {config.kernel}; use 'auto', or one of {', '.join(schedules.names())}")
+
+
 def _forward_kernels(problem: Problem, config: Config, shape: Shape, aligned: bool,
                      debug: bool) -> tuple[KernelPlan, ...]:
     if isinstance(config, ForwardSm90Config):
@@ -202,6 +213,8 @@ def _fingerprint(problem: Problem, direction: str, target: Target, config: Confi
              f"q{problem.q_len}", f"k{problem.kv_len}", problem.mask,
              f"scale={float(problem.scale).hex()}", *([schedule] if schedule else []),
              f"{config.kernel}[{config.q_tile}x{config.kv_tile}]", place]
+    if schedule and not schedules.get(schedule).DETERMINISTIC:
+        parts.append("not-deterministic")
     return ":".join(parts)
 
 
@@ -246,7 +259,7 @@ def _loads_text(plan: Plan) -> str:
 def _schedule_text(plan: Plan) -> str:
     description = schedules.get(plan.schedule).DESCRIPTION
     asked = "" if plan.requested_schedule == plan.schedule else (
-        f" (for {plan.requested_schedule!r}: a function of the mask alone, never of a timing)")
+        f" (for {plan.requested_schedule!r}: a function of the problem, never of a timing)")
     return f"{plan.schedule}{asked}: {description}"
 
 
@@ -265,9 +278,10 @@ def _head_group_text(plan: Plan) -> str:
         return (f"q tiles of {plan_sm90.head_group(problem)} of the "
                 f"{problem.batch * problem.n_q_head} q heads are handed out together: their keys "
                 f"stay in L2; changes no bits")
-    return (f"works of {head_group(problem)} of the {problem.batch * problem.n_kv_head} kv heads "
-            f"are handed out together: enough that few CTAs queue for one dq tile, and few enough "
-            f"that their rows stay in L2; changes no bits")
+    return (f"works of {head_group(problem, plan.config)} of the "
+            f"{problem.batch * problem.n_kv_head} kv heads are handed out together: enough that "
+            f"few CTAs queue for one dq tile, and few enough that their rows stay in L2; changes "
+            f"no bits")
 
 
 def _kernel_rows(kernel: KernelPlan) -> list[tuple[str, str]]:
@@ -280,14 +294,17 @@ def _kernel_rows(kernel: KernelPlan) -> list[tuple[str, str]]:
             ("", defines)]
 
 
-def head_group(problem: Problem) -> int:
+def head_group(problem: Problem, config: BackwardConfig) -> int:
     """kv heads whose works are handed out together: changes no bits, only which run side by side.
 
     Many heads at a time shorten the queue for each dq tile; few keep q, dout and dq_accum of the
-    heads in flight inside L2. Measured on an H200 (bench/README.md): 2^17 rows, 16 heads at least.
+    heads in flight inside L2. Measured on an H200 (bench/README.md): 16 heads at least, and up to
+    2^17 rows with ``bwd_sm80``, whose CTAs wait for their turn; 2^14 with ``bwd_sm90``, whose dq
+    writers wait instead, and which outruns the memory behind L2.
     """
     n_head = problem.batch * problem.n_kv_head
-    return max(1, min(n_head, max(16, 2**17 // max(problem.kv_len, 1))))
+    rows = 2**17 if config.kernel == "bwd_sm80" else 2**14
+    return max(1, min(n_head, max(16, rows // max(problem.kv_len, 1))))
 
 
 def scale_log2(problem: Problem) -> float:

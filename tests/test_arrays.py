@@ -109,7 +109,7 @@ def test_jax_arrays_are_held_until_the_gpu_is_done(gpu, monkeypatch):
 
 
 @pytest.mark.parametrize("x, message", [
-    (FakeTracer(SHAPE), "q is a JAX tracer.*outside jit, grad and vmap"),
+    (FakeTracer(SHAPE), "q is a JAX tracer.*outside jit, grad and vmap.*dashcupy.jax.attention"),
     (FakeJaxArray(SHAPE, devices=(0, 1)), r"q lies on \['gpu:0', 'gpu:1'\].*one CUDA GPU"),
     (FakeJaxArray(SHAPE, platform="tpu"), "q lies on .*tpu"),
 ])

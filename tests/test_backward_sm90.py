@@ -115,7 +115,7 @@ def test_launches_of_a_plan():
     assert main.maps == "backward_maps" and before.maps is None and after.maps is None
     shared = {"DC_HEAD_DIM": 128, "DC_HEAD_DIM_PAD": 128, "DC_Q_TILE": 64, "DC_KV_TILE": 128,
               "DC_CAUSAL": 1, "DC_BF16": 1, "DC_ALIGNED": 1, "DC_SEMAPHORE_STRIDE": 8,
-              "DC_ROW_VALUES": 1, "DC_PARAMS_BYTES": params.n_bytes("backward")}
+              "DC_ROW_VALUES": 1, "DC_UNORDERED": 0, "DC_PARAMS_BYTES": params.n_bytes("backward")}
     assert dict(before.defines) == dict(after.defines) == shared
     assert dict(main.defines) == shared | {
         "DC_SCHEDULE": "schedules/shortest_first.cuh", "DC_DEBUG": 1, "DC_SMEM_BYTES": 232448}

@@ -67,11 +67,12 @@ def test_info_prints_the_same_as_text_and_json(capsys):
 
 def test_ctrl_c_ends_without_a_traceback():
     """Ctrl-C in the middle of a long check once printed pages of NumPy frames."""
+    # Shells start background jobs with SIGINT ignored, and the child would inherit that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "dashcupy", "check", "--device", "cpu", "--repeats", "10000"],
-        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        # Shells start background jobs with SIGINT ignored, and the child would inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    signal.signal(signal.SIGINT, before)
     try:
         process.stdout.readline()  # the command has begun
         time.sleep(0.2)

@@ -38,6 +38,16 @@ def test_cpu_snippets_run_one_after_another():
 def test_gpu_snippet_runs(framework):
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
+    _run_snippet_of(framework)
+
+
+def test_jax_snippet_runs_without_a_gpu():
+    jax = pytest.importorskip("jax")
+    with jax.default_device(jax.devices("cpu")[0]):
+        _run_snippet_of("jax")
+
+
+def _run_snippet_of(framework: str) -> None:
     snippet, = (text for text in _snippets() if _framework(text) == framework)
     names: dict = {}
     exec(compile(snippet, "README.md", "exec"), names)

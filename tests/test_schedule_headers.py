@@ -18,7 +18,8 @@ COMPILER = next(filter(shutil.which, filter(None, (os.environ.get("CXX"), "g++",
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler (g++ or clang++)")
 N_HEAD = 5
 HEAD_GROUPS = (1, 2, 3, N_HEAD)
-CASES = [(name, tiles, mask == "causal") for name in schedules.names()
+ALL = (*schedules.names(), "unordered")
+CASES = [(name, tiles, mask == "causal") for name in ALL
          for tiles in (*TILES, (1, 2)) for mask in schedules.get(name).MASKS]
 
 # Every function of a schedule and of the shape, in the words of `dump_python` below.
@@ -121,7 +122,7 @@ def cpp_lines(tmp_path_factory):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("name", ALL)
 def test_header_equals_python(cpp_lines, name):
     """What runs must be what was proved: cell by cell, on every shape of the grid."""
     for case in CASES:
@@ -135,7 +136,7 @@ def test_header_equals_python(cpp_lines, name):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("name", ALL)
 def test_header_stands_alone(tmp_path, name):
     """It includes what it needs, relative to ``cuda_src``, and refuses a mask it does not know."""
     (tmp_path / "alone.cpp").write_text(f'#include "schedules/{name}.cuh"\n')
@@ -150,7 +151,7 @@ def test_header_stands_alone(tmp_path, name):
             assert f"{name} is defined for the" in result.stderr
 
 
-@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("name", ALL)
 def test_nvrtc_takes_the_header(name):
     """Device code is stricter than the host's; a stack frame would mean a call not inlined."""
     libraries = nvrtc.find_libraries()

@@ -15,6 +15,7 @@ from dashcupy.simulate import check_resident
 
 FULL = Shape.from_counts(6, 6)
 CAUSAL = Shape.from_counts(6, 6, causal=True)
+ALL = (*schedules.names(), "unordered")
 
 
 def visible_tiles(shape):
@@ -39,7 +40,7 @@ def test_tile_bounds_agree_with_the_mask(causal):
             assert shape.num_active_kv_tiles() == seen.any(0).sum(), shape
 
 
-@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("name", ALL)
 def test_every_pair_once_and_tickets_without_a_gap(name):
     """A pair missed or done twice is a wrong gradient; a gap in the tickets is a hang."""
     schedule = schedules.get(name)
@@ -89,7 +90,7 @@ def test_launch_ordered_schedules_need_one_cta(shape):
         schedules.require_resident(name, shape, 1)
 
 
-@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("n_head, head_group", [(1, 1), (5, 1), (5, 2), (5, 3), (5, 5)])
 def test_work_order(name, n_head, head_group):
     """Every work of every head once; heads keep the order of the schedule; teams stay together."""
@@ -121,7 +122,7 @@ def test_teams_are_handed_out_in_a_row(name, head_group):
                 assert number == number_of[head, work - 1] + 1, (shape, head, work)
 
 
-@pytest.mark.parametrize("name", schedules.names())
+@pytest.mark.parametrize("name", ALL)
 def test_schedule_knows_only_the_shape(name):
     """Batch, heads or SM count in a signature would make bits depend on them."""
     schedule = schedules.get(name)
@@ -144,9 +145,19 @@ def test_registry_finds_every_module():
     """A schedule is two files: nothing else has to be told."""
     folder = Path(schedules.__file__).parent
     helpers = {"__init__", "auto", "contract", "order", "shape"}
-    assert set(schedules.names()) == {path.stem for path in folder.glob("*.py")} - helpers
+    assert set(ALL) == {path.stem for path in folder.glob("*.py")} - helpers
     assert schedules.names() == ("ascending", "descending", "shift", "shortest_first",
                                  "symmetric_shift")
+
+
+def test_unordered_is_only_for_who_asks_for_it():
+    """It is not deterministic: in a list of choices, or as the meaning of auto, it would be a
+    broken promise."""
+    assert not schedules.get("unordered").DETERMINISTIC
+    assert "unordered" not in schedules.names()
+    assert all(schedules.get(name).DETERMINISTIC for name in schedules.names())
+    assert {schedules.resolve("auto", shape).NAME for shape in (FULL, CAUSAL)} <= set(
+        schedules.names())
 
 
 def test_unknown_name_says_which_is_meant():
@@ -170,8 +181,13 @@ def test_mask_that_a_schedule_lacks_is_refused():
         schedules.supports("shift", "diagonal")
 
 
-def test_auto_never_needs_a_team():
-    assert schedules.resolve("auto", CAUSAL).NAME == "descending"
-    assert schedules.resolve("auto", FULL).NAME == "ascending"
-    for shape in all_shapes(("full", "causal")):
-        assert schedules.resolve("auto", shape).team_size(shape) == 1
+@pytest.mark.parametrize("n_kv", [1, 6, 8, 200])
+def test_auto_needs_a_team_only_where_it_may(n_kv):
+    """On kernels that gain nothing from one, and in short heads, it must run on any GPU."""
+    for causal, alone, together in ((True, "descending", "symmetric_shift"),
+                                    (False, "ascending", "shift")):
+        shape = Shape.from_counts(n_kv, n_kv, causal)
+        assert schedules.resolve("auto", shape).NAME == alone
+        assert schedules.get(alone).team_size(shape) == 1
+        assert schedules.resolve("auto", shape, teams=True).NAME == (
+            together if n_kv >= 8 else alone)

@@ -52,6 +52,16 @@ DC_FN void st_shared_v4(u32 smem, float x, float y, float z, float w) {
                : "memory");
 }
 
+DC_FN void st_shared_v2(u32 smem, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(smem), "f"(x), "f"(y) : "memory");
+}
+
+DC_FN float2 ld_shared_f32_v2(u32 smem) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(smem) : "memory");
+  return v;
+}
+
 DC_FN void ld_shared_v4(u32 (&v)[4], u32 smem) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])

@@ -34,6 +34,16 @@ DC_FN void load_8(u32 (&word)[4], const Element* gmem) {
 #endif
 }
 
+// The same the other way.
+DC_FN void store_8(Element* gmem, const u32 (&word)[4]) {
+#if DC_ALIGNED
+  *reinterpret_cast<uint4*>(gmem) = make_uint4(word[0], word[1], word[2], word[3]);
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) gmem[2 * i] = Element(word[i]), gmem[2 * i + 1] = Element(word[i] >> 16);
+#endif
+}
+
 // Copies rows gmem[0 .. ROWS)[DC_HEAD_DIM] (row_stride in elements) into `tile` by all N_THREAD
 // threads. Rows outside [row_begin, row_end) and columns from DC_HEAD_DIM on become zeros, and
 // nothing of them is read: what lies there may be NaN or no memory at all.

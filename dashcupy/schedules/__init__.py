@@ -26,19 +26,19 @@ def _registry() -> dict[str, Schedule]:
 
 
 def names() -> tuple[str, ...]:
-    """Names of all schedules, sorted; ``"auto"`` is a request and not among them."""
-    return tuple(sorted(_registry()))
+    """Names of the deterministic schedules, sorted; ``"auto"`` is a request and not among them."""
+    return tuple(sorted(name for name, module in _registry().items() if module.DETERMINISTIC))
 
 
 def get(name: str) -> Schedule:
-    """The schedule of that name.
+    """The schedule of that name, ``"unordered"`` included, which is not deterministic.
 
     Raises
     ------
     InvalidInputError
         The name is unknown; the message lists the names and the closest one.
     """
-    if name in names():
+    if isinstance(name, str) and name in _registry():
         return _registry()[name]
     close = difflib.get_close_matches(str(name), names(), n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -53,15 +53,21 @@ def supports(name: str, mask: str) -> bool:
     return mask.removesuffix("_top_left") in get(name).MASKS
 
 
-def resolve(name: str, shape: Shape) -> Schedule:
+def resolve(name: str, shape: Shape, teams: bool = False) -> Schedule:
     """The schedule that a request names, ``"auto"`` included, checked against the mask.
+
+    Parameters
+    ----------
+    name, shape
+    teams
+        Whether ``"auto"`` may mean one whose works wait for one another.
 
     Raises
     ------
     InvalidInputError
         The name is unknown, or the schedule is not defined for the mask of the shape.
     """
-    schedule = get(auto(shape) if name == "auto" else name)
+    schedule = get(auto(shape, teams) if name == "auto" else name)
     mask = "causal" if shape.causal else "full"
     if mask not in schedule.MASKS:
         others = ", ".join(repr(other) for other in names() if supports(other, mask))

@@ -10,6 +10,7 @@ from .shape import Shape
 
 NAME = "ascending"
 MASKS = ("full", "causal")
+DETERMINISTIC = True
 DESCRIPTION = "q tiles first to last, kv tiles add in ascending order"
 
 

@@ -17,6 +17,7 @@ class Schedule(Protocol):
 
     NAME: str
     MASKS: tuple[str, ...]  # of "full" and "causal"; causal covers both alignments
+    DETERMINISTIC: bool  # whether tickets are waited for; only "unordered" does not
     DESCRIPTION: str  # one line
 
     def num_steps(self, shape: Shape, kv_tile: int) -> int:

@@ -10,6 +10,7 @@ from .shape import Shape
 
 NAME = "descending"
 MASKS = ("full", "causal")
+DETERMINISTIC = True
 DESCRIPTION = "q tiles last to first, kv tiles add in ascending order"
 
 

@@ -13,6 +13,7 @@ from .shape import Shape
 
 NAME = "shift"
 MASKS = ("full",)
+DETERMINISTIC = True
 DESCRIPTION = "cyclic, kv tiles start spread over the q tiles; no two on one q tile at a step"
 
 

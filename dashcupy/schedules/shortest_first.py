@@ -11,6 +11,7 @@ from .shape import Shape
 
 NAME = "shortest_first"
 MASKS = ("full", "causal")
+DETERMINISTIC = True
 DESCRIPTION = "q tiles first to last, kv tiles add in descending order, short works first"
 
 

@@ -20,6 +20,7 @@ from .shape import Shape
 
 NAME = "symmetric_shift"
 MASKS = ("causal",)
+DETERMINISTIC = True
 DESCRIPTION = "pairs of a long and a short kv tile: cyclic, then the diagonal, then the short tile"
 
 
