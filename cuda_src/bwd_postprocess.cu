@@ -1,11 +1,11 @@
-// After a Hopper backward: dq = scale * dq_accum, rounded to elements. One CTA per q tile of a q head; one
-// that no kv tile contributes to has its zeros from bwd_preprocess.
+// After a Hopper backward: dq = scale * dq_accum, rounded to elements. One CTA per q tile of a q
+// head; one that no kv tile contributes to has its zeros from bwd_preprocess.
 //
 // Rows that see no key are 0, whatever keys that other rows of their tile see left in dq_accum
 // (0 * NaN).
 //
-// dq_accum lies in the order of the accumulators, 64 columns after 64 columns (bwd_sm90_layout.cuh):
-// two columns of a row are together, so a tile goes through shared memory to become whole rows.
+// dq_accum lies in the order of the accumulators, 64 columns after 64 (bwd_sm90_layout.cuh): two
+// columns of a row are together, so a tile goes through shared memory to become whole rows.
 #include "params.cuh"
 #include "schedules/shape.cuh"
 #include "tile/mask.cuh"

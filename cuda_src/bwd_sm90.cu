@@ -1,4 +1,4 @@
-// The backward on Hopper, head_dim 128: dq, dk, dv of one pass, dq summed in ticket order.
+// The backward on Hopper, head_dim 72 to 128: dq, dk, dv of one pass, dq summed in ticket order.
 //
 //   S = q k^T * scale     P = exp2(S - lse)     dP = dout v^T     dS = P (dP - delta)
 //   dv = P^T dout         dk = dS^T q * scale   dq = dS k * scale

@@ -37,7 +37,8 @@ DC_FN void load_tiles(SharedStorage& smem, const BackwardParams& params, const B
       random_delay(t);
       mbarrier_wait(smem_address(&q_empty(barriers, q_stage)), empty_parity(t / N_Q_STAGE));
       mbarrier_arrive_expect(q_full, Q_TILE_BYTES + ROW_TILE_BYTES);
-      load_panels(smem.q[q_stage], Q_TILE_BYTES / N_PANEL, maps.q, q_full, row, q_head, batch.batch);
+      load_panels(smem.q[q_stage], Q_TILE_BYTES / N_PANEL, maps.q, q_full, row, q_head,
+                  batch.batch);
       const u8* rows = reinterpret_cast<const u8*>(params.lse_log2);
       bulk_load(smem_address(smem.rows[q_stage]), rows + i64(step.tile_index) * ROW_TILE_BYTES,
                 ROW_TILE_BYTES, q_full);

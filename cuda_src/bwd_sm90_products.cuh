@@ -55,8 +55,9 @@ DC_FN void hide_keys(float (&s)[N], int q_row0, int offset, int key, int lane) {
       if (first + 8 * j + e % 2 - 8 * (e / 2) < 0) s[4 * j + e] = HIDE;
 }
 
-// A warp's 16 rows of dk or dv, scaled and rounded, to gmem[key][column0 and on], as far as rows and
-// columns exist: whole 128 bytes of a row by way of `staging`, 16 rows of a panel of the warp's own.
+// A warp's 16 rows of dk or dv, scaled and rounded, to gmem[key][column0 and on], as far as rows
+// and columns exist: whole 128 bytes of a row by way of `staging`, 16 rows of a panel that are the
+// warp's own.
 template <int N>
 DC_FN void store_rows(const float (&acc)[N], u32 staging, Element* gmem, i64 row_stride, int key0,
                       int kv_len, int column0, float scale, int lane) {

@@ -3,9 +3,9 @@
 #include "bwd_sm90_wide_layout.cuh"
 #include "tile/turnstile.cuh"
 
-// Writer I adds panel I of each consumer, which come at about the same time. These columns are a sum
-// of their own, with a semaphore of their own (dq_semaphore[I]), so the writers do not wait for each
-// other. Each takes the steps in order.
+// Writer I adds panel I of each consumer, which come at about the same time. These columns are a
+// sum of their own, with a semaphore of their own (dq_semaphore[I]), so the writers do not wait for
+// each other. Each takes the steps in order.
 //
 // Nothing hangs. A step is computed when the parts of the step before it have gone to the writers,
 // a part is added when it is computed and its turn has come: the machine of dashcupy/simulate.py
@@ -23,8 +23,7 @@ DC_FN void write_dq(SharedStorage& smem, const BackwardParams& params) {
     for (int i = 0; i < batch.count; ++i, ++t) {
       const Step step = batch.steps[i];
       u32* semaphore = params.dq_semaphore + i64(step.tile_index) * DC_SEMAPHORE_STRIDE + I;
-      const bool is_first = !DC_UNORDERED && step.ticket == 0;
-      if (!DC_UNORDERED && !is_first)
+      if (step.ticket > 0)
         turnstile_wait_bulk(
             semaphore, Turn{step.tile_index / ceil_div(params.q_len, Q_TILE), batch.row0 / KV_TILE,
                             step.q_tile, step.ticket}, params.report);
@@ -37,7 +36,7 @@ DC_FN void write_dq(SharedStorage& smem, const BackwardParams& params) {
         const u32 dq = smem_address(smem.dq[w][dq_slot(I)]);
         mbarrier_wait(smem_address(&barriers.dq_full[I][w]), full_parity(t));
         fence_async_smem();  // stored by the consumer: else the copy may read old bytes
-        if (is_first)
+        if (step.ticket == 0)
           bulk_store(sum + w * (PANELS_OF_0 * Q_TILE * 64), dq, DQ_PANEL_BYTES);
         else
           bulk_add_f32(sum + w * (PANELS_OF_0 * Q_TILE * 64), dq, DQ_PANEL_BYTES);
@@ -49,7 +48,7 @@ DC_FN void write_dq(SharedStorage& smem, const BackwardParams& params) {
       }
       bulk_wait<0>();
       mbarrier_arrive(smem_address(&barriers.dq_empty[N_PART - 1][dq_slot(I)]));
-      if (!DC_UNORDERED && (batch.not_final >> i & 1)) turnstile_release(semaphore);
+      if (batch.not_final >> i & 1) turnstile_release(semaphore);
     }
     mbarrier_arrive(smem_address(&barriers.batch_empty[n % N_BATCH]));
   }

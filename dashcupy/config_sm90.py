@@ -14,7 +14,7 @@ _SMEM_ALIGNMENT = 1024
 BACKWARD_SCALES = (2.0**-20, 2.0**20)
 _BATCH_STEPS, _N_BATCH = 8, 4
 ROW_VALUE_BYTES = 16
-_BACKWARD_CONSUMERS = _N_WRITER = 2
+_BACKWARD_CONSUMERS = 2
 
 # By columns of a tile: (kv_tile, consumer warpgroups, stages of k and of v, stages of q,
 # exponentials that run before P v of the tile before is waited for, reason).
@@ -48,8 +48,8 @@ class BackwardLoop:
     q_stages, do_stages
         Tiles of q, and of dout, in shared memory.
     dq_slots
-        Parts of dq in shared memory that one warp adds at their turn: of ``bwd_sm90`` a q tile,
-        of ``bwd_sm90_wide`` 64 columns of it.
+        Parts of dq in shared memory: of ``bwd_sm90`` q tiles, for each dq writer; of
+        ``bwd_sm90_wide`` 64 columns of them, for each warpgroup.
     reason
         Why these.
     """
@@ -74,15 +74,15 @@ class BackwardLoop:
         row_bytes, score_bytes = 2 * self.head_dim_pad, 2 * self.q_tile * self.kv_tile
         tiles = (2 * self.kv_tile + (self.q_stages + self.do_stages) * self.q_tile) * row_bytes
         if self.kernel == "bwd_sm90":  # dS twice; q and dout of a stage are handed back together
-            scores, dq_columns, stage_barriers = 2, self.head_dim_pad, 3 * self.q_stages
+            scores, dq_columns, barriers = 2, self.head_dim_pad, 3 * self.q_stages + 6
         else:  # P and dS twice
             scores, dq_columns = 4, _PANEL_COLUMNS
-            stage_barriers = 2 * (self.q_stages + self.do_stages)
-        dq_parts = _N_WRITER * self.dq_slots * self.q_tile * dq_columns * 4
+            barriers = 2 * (self.q_stages + self.do_stages) + 6 + 2 * self.dq_slots
+        dq_parts = 2 * self.dq_slots * self.q_tile * dq_columns * 4
         rows = self.q_stages * self.q_tile * ROW_VALUE_BYTES
         batches = _N_BATCH * (16 * _BATCH_STEPS + 4 * 13)
-        barriers = 8 * (stage_barriers + 2 + 2 * _N_WRITER * self.dq_slots + 4 + 2 * _N_BATCH)
-        total = tiles + scores * score_bytes + dq_parts + rows + batches + barriers
+        barriers += 4 + 2 * _N_BATCH  # k and v, turns, batches
+        total = tiles + scores * score_bytes + dq_parts + rows + batches + 8 * barriers
         return -(-total // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
 
 

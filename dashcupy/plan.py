@@ -22,6 +22,8 @@ DIRECTIONS = ("forward", "backward")
 _INT_MAX = 2**31 - 1
 # Every CTA takes one number from the work counter that stands for no work, the last of all.
 _MAX_WORKS = 2**31 - 2**16
+# The most kv tiles of a wide head with the full mask for which "auto" may take teams.
+_WIDE_TEAM_TILES = 128
 # Lengths stay far enough below 2**31 that tile and mask arithmetic in 32 bits cannot overflow.
 _MAX_LEN = 2**30
 
@@ -129,7 +131,7 @@ def make_plan(problem: Problem, direction: str, target: Target, schedule: str = 
     config = choose_config(problem, direction, target)
     shape = _shape(problem, config)
     # A wrong name is refused for the forward too.
-    chosen = schedules.resolve(schedule, shape, teams=config.kernel.startswith("bwd_sm90"))
+    chosen = schedules.resolve(schedule, shape, teams=_profits_from_teams(config, shape))
     chosen = chosen if direction == "backward" else None
     _check_order(chosen, config)
     name = chosen.NAME if chosen else None
@@ -148,6 +150,14 @@ def make_plan(problem: Problem, direction: str, target: Target, schedule: str = 
     return Plan(direction, problem, target, config, schedule if chosen else None, name, aligned,
                 debug, kernels, workspace, end, _cleared(kernels, debug), team_size,
                 _fingerprint(problem, direction, target, config, name))
+
+
+def _profits_from_teams(config: Config, shape: Shape) -> bool:
+    # q, dout and dq_accum of long wide heads do not fit into L2: with the full mask their CTAs
+    # should walk over the q tiles together, and not go each another way (bench/README.md).
+    if config.kernel == "bwd_sm90_wide":
+        return shape.causal or shape.n_kv <= _WIDE_TEAM_TILES
+    return config.kernel.startswith("bwd_sm90")
 
 
 def _shape(problem: Problem, config: Config) -> Shape:
@@ -300,11 +310,13 @@ def head_group(problem: Problem, config: BackwardConfig) -> int:
     Many heads at a time shorten the queue for each dq tile; few keep q, dout and dq_accum of the
     heads in flight inside L2. Measured on an H200 (bench/README.md): 16 heads at least, and up to
     2^17 rows with ``bwd_sm80``, whose CTAs wait for their turn; 2^14 with ``bwd_sm90``, whose dq
-    writers wait instead, and which outruns the memory behind L2.
+    writers wait instead, and which outruns the memory behind L2. Rows of ``bwd_sm90_wide`` are
+    twice as long: one head is enough, or two, for two teams, with the causal mask.
     """
     n_head = problem.batch * problem.n_kv_head
     rows = 2**17 if config.kernel == "bwd_sm80" else 2**14
-    return max(1, min(n_head, max(16, rows // max(problem.kv_len, 1))))
+    least = 16 if config.kernel != "bwd_sm90_wide" else 2 if problem.causal else 1
+    return max(1, min(n_head, max(least, rows // max(problem.kv_len, 1))))
 
 
 def scale_log2(problem: Problem) -> float:

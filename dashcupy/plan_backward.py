@@ -80,7 +80,8 @@ def backward_workspace(problem: Problem, config: BackwardConfig, shape: Shape,
     wanted |= {
         "dq_accum": (4 * n_row * config.head_dim_pad,
                      "float32 [batch, n_q_head, q tiles, tile]: the sum of dq so far"),
-        "dq_semaphore": (4 * n_tile * SEMAPHORE_STRIDE, "uint32, one a q tile: whose turn it is"),
+        "dq_semaphore": (4 * n_tile * SEMAPHORE_STRIDE,
+                         "uint32, one sector a q tile: whose turn it is"),
         "work_counter": (4, "uint32: the next piece of work"),
     }
     if debug:
