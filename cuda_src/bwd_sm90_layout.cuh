@@ -52,6 +52,7 @@ struct Barriers {
   u64 batch_full[N_BATCH], batch_empty[N_BATCH];
   u64 turns_came;
 };
+constexpr bool ONE_STAGE = true;
 DC_FN const u64& q_empty(const Barriers& b, int stage) { return b.stage_empty[stage]; }
 DC_FN const u64& dout_empty(const Barriers& b, int stage) { return b.stage_empty[stage]; }
 constexpr int BATCH_READERS = 1 + N_WRITER + CONSUMER_WARPS;

@@ -224,13 +224,13 @@ DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int
     const int key0 = batch.row0 + 64 * w + 16 * warp;
     const int batch_index = batch.batch, kv_head = batch.kv_head;
     // dS of the step after the last would go there: no product reads it since the last wait_ds.
-    const u32 staging = smem_address(smem.ds) + stage_of(t) * DS_BYTES +
-                        (64 * w + 16 * warp) * PANEL_ROW_BYTES;
+    const u32 staging = smem_address(smem.ds) + stage_of(t) * DS_BYTES;
+    const auto fragment = [&](int k) { return me.fragment(k); };
     if (!is_first) mbarrier_arrive_warp(smem_address(&barriers.v_empty), lane);
     float dq[32];
     wait_ds(smem, t - 1);
     start_dq(dq, smem, me, t - 1);  // of old bytes, and dropped, if the kv tile had no step
-    store_rows(kv.dv, staging,
+    store_rows(kv.dv, staging, 64 * w + 16 * warp, fragment,
                params.dv + batch_index * params.dv_strides.batch +
                    kv_head * params.dv_strides.head,
                params.dv_strides.row, key0, params.kv_len, 0, 1.f, lane);
@@ -241,7 +241,7 @@ DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int
     }
     mbarrier_arrive_warp(smem_address(&barriers.batch_empty[n % N_BATCH]), lane);
     ++n;
-    store_rows(kv.dk, staging,
+    store_rows(kv.dk, staging, 64 * w + 16 * warp, fragment,
                params.dk + batch_index * params.dk_strides.batch +
                    kv_head * params.dk_strides.head,
                params.dk_strides.row, key0, params.kv_len, 0, params.scale, lane);

@@ -37,7 +37,6 @@ DC_FN int plan_batch(SharedStorage& smem, const BackwardParams& params,
     batch.has_steps = n_step > 0;
     batch.masked = masked_bits & 1;
     batch.not_final = not_final_bits;
-    batch.left = left;
     batch.is_first = done == 0;
     batch.is_last = count == left;
     batch.ends_work = count == left && part + 1 == schedule::work_size(shape, place.work);

@@ -1,6 +1,7 @@
 // The Hopper backwards with keys as rows, the producer: tiles into shared memory, by tensor maps.
 //
-// Included behind a layout: tiles, N_Q_STAGE, N_DOUT_STAGE, q_empty and dout_empty, SharedStorage.
+// Included behind a layout: tiles, N_Q_STAGE, N_DOUT_STAGE, q_empty and dout_empty, ONE_STAGE (q and
+// dout are handed back together), SharedStorage.
 #pragma once
 
 // Loads k and v of each kv tile, and q, row values and dout of each step.
@@ -42,8 +43,9 @@ DC_FN void load_tiles(SharedStorage& smem, const BackwardParams& params, const B
       const u8* rows = reinterpret_cast<const u8*>(params.lse_log2);
       bulk_load(smem_address(smem.rows[q_stage]), rows + i64(step.tile_index) * ROW_TILE_BYTES,
                 ROW_TILE_BYTES, q_full);
-      mbarrier_wait(smem_address(&dout_empty(barriers, dout_stage)),
-                    empty_parity(t / N_DOUT_STAGE));
+      if (!ONE_STAGE)  // registers are short: no wait that cannot matter
+        mbarrier_wait(smem_address(&dout_empty(barriers, dout_stage)),
+                      empty_parity(t / N_DOUT_STAGE));
       mbarrier_arrive_expect(dout_full, Q_TILE_BYTES);
       load_panels(smem.dout[dout_stage], Q_TILE_BYTES / N_PANEL, maps.dout, dout_full, row, q_head,
                   batch.batch);

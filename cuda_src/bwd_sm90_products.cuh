@@ -36,13 +36,6 @@ DC_FN u32 opaque_zero() {
   return zero;
 }
 
-// A lane's 16 bytes of the fragment of 16 columns number k in 16 rows of a panel, as stmatrix wants
-// them.
-DC_FN u32 fragment_at(int lane, int k) {
-  const int row = lane % 16;
-  return row * PANEL_ROW_BYTES + (((2 * k + lane / 16) ^ row % 8) << 4);
-}
-
 // Scores of keys that the diagonal hides: selected away before exp2, for they may be anything.
 // `key` is the key of this lane's first row; columns are q rows from q_row0 on.
 template <int N>
@@ -56,11 +49,12 @@ DC_FN void hide_keys(float (&s)[N], int q_row0, int offset, int key, int lane) {
 }
 
 // A warp's 16 rows of dk or dv, scaled and rounded, to gmem[key][column0 and on], as far as rows
-// and columns exist: whole 128 bytes of a row by way of `staging`, 16 rows of a panel that are the
-// warp's own.
-template <int N>
-DC_FN void store_rows(const float (&acc)[N], u32 staging, Element* gmem, i64 row_stride, int key0,
-                      int kv_len, int column0, float scale, int lane) {
+// and columns exist: whole 128 bytes of a row by way of shared memory. `staging` is a panel there,
+// `row0` the warp's first row in it, fragment(k) from the panel to a lane's fragment of 16 columns.
+template <int N, class Fragment>
+DC_FN void store_rows(const float (&acc)[N], u32 staging, int row0, const Fragment& fragment,
+                      Element* gmem, i64 row_stride, int key0, int kv_len, int column0, float scale,
+                      int lane) {
   constexpr int LANES = PANEL_ROW_BYTES / 16, ROWS = WARP_SIZE / LANES;
   const int lane_row = lane / LANES, chunk = lane % LANES;
 #pragma unroll
@@ -71,14 +65,14 @@ DC_FN void store_rows(const float (&acc)[N], u32 staging, Element* gmem, i64 row
         const int at = 32 * panel + 8 * k + 2 * i;
         return pack(acc[at] * scale, acc[at + 1] * scale);
       };
-      stmatrix_x4(staging + fragment_at(lane, k), word(0), word(1), word(2), word(3));
+      stmatrix_x4(staging + fragment(k), word(0), word(1), word(2), word(3));
     }
     __syncwarp();
     const int column = column0 + PANEL_COLUMNS * panel + 8 * chunk;
 #pragma unroll
     for (int row = lane_row; row < 16; row += ROWS) {
       u32 word[4];
-      ld_shared_v4(word, staging + row * PANEL_ROW_BYTES + ((chunk ^ row % 8) << 4));
+      ld_shared_v4(word, staging + (row0 + row) * PANEL_ROW_BYTES + ((chunk ^ row % 8) << 4));
       if (key0 + row < kv_len && column < DC_HEAD_DIM)
         store_8(gmem + (key0 + row) * row_stride + column, word);
     }

@@ -27,7 +27,6 @@ struct Batch {
   int kv_tile0;     // kv tiles with steps of this CTA before this one
   int masked;       // whether keys must be hidden (needs_mask): in all steps of a batch, or none
   u32 not_final;    // bit i: other kv tiles come after this one in the dq of step i
-  int left;         // steps of the kv tile from this batch on, its own included
   int is_first, is_last;  // of the kv tile
   int ends_work;          // last of the work
   int stop;

@@ -72,6 +72,7 @@ struct Barriers {
   u64 turns_came;
 };
 constexpr int ALL_DONE = 1;  // named barrier
+constexpr bool ONE_STAGE = false;
 DC_FN const u64& q_empty(const Barriers& b, int stage) { return b.q_empty[stage]; }
 DC_FN const u64& dout_empty(const Barriers& b, int stage) { return b.dout_empty[stage]; }
 constexpr int BATCH_READERS = 1 + N_WRITER + CONSUMER_WARPS;

@@ -38,16 +38,21 @@ DC_FN int stage_of(int t) { return t & 1; }
 struct Consumer {
   int w, warp, lane;  // warpgroup among the consumers, warp within, lane
   int first_panel;    // of its columns
-  u32 fragment[OWN_K_STEPS];  // in a tile of scores: where this lane stores of a k step
+  u32 fragment_at, swizzle_row;  // a lane's row in a panel, as stmatrix wants it
   u32 lse_ones[2];    // A operand that brings in lse, and hides keys that do not exist
   u32 delta_ones, zero;
 
   DC_FN Consumer(int w, int warp, int lane)
       : w(w), warp(warp), lane(lane), first_panel(w * PANELS_OF_0),
         delta_ones(delta_columns(lane)), zero(opaque_zero()) {
-#pragma unroll
-    for (int k = 0; k < OWN_K_STEPS; ++k)
-      fragment[k] = 16 * warp * PANEL_ROW_BYTES + fragment_at(lane, OWN_K_STEPS * w + k);
+const u32 row = 16 * warp + lane % 16;
+    fragment_at = row * PANEL_ROW_BYTES;
+    swizzle_row = row % 8;
+  }
+
+  // From a panel to this lane's 16 bytes of the fragment of 16 columns number k.
+  DC_FN u32 fragment(int k) const {
+    return fragment_at + (((2 * k + lane / 16) ^ swizzle_row) << 4);
   }
 };
 
@@ -130,7 +135,7 @@ DC_FN void store_dq_panel(const float (&dq)[32], SharedStorage& smem, const Cons
 DC_FN void store_scores(u32 tile, const u32 (&scores)[4 * OWN_K_STEPS], const Consumer& me) {
 #pragma unroll
   for (int k = 0; k < OWN_K_STEPS; ++k)
-    stmatrix_x4(tile + me.fragment[k], scores[4 * k], scores[4 * k + 1], scores[4 * k + 2],
+    stmatrix_x4(tile + me.fragment(OWN_K_STEPS * me.w + k), scores[4 * k], scores[4 * k + 1], scores[4 * k + 2],
                 scores[4 * k + 3]);
 }
 
@@ -270,13 +275,14 @@ DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int
     ++n;
     // When both are here no product reads ds, and the next dS is stored when both have gone on.
     named_barrier_sync(ALL_DONE, N_CONSUMER * WARPGROUP_SIZE);
-    const u32 staging = smem_address(smem.ds[w]) + 16 * warp * PANEL_ROW_BYTES;
+    const u32 staging = smem_address(smem.ds[w]);
+    const auto fragment = [&](int k) { return me.fragment(k); };
     const int column0 = PANEL_COLUMNS * me.first_panel;
-    store_rows(sums.dv, staging,
+    store_rows(sums.dv, staging, 16 * warp, fragment,
                params.dv + batch_index * params.dv_strides.batch +
                    kv_head * params.dv_strides.head,
                params.dv_strides.row, key0, params.kv_len, column0, 1.f, lane);
-    store_rows(sums.dk, staging,
+    store_rows(sums.dk, staging, 16 * warp, fragment,
                params.dk + batch_index * params.dk_strides.batch +
                    kv_head * params.dk_strides.head,
                params.dk_strides.row, key0, params.kv_len, column0, params.scale, lane);

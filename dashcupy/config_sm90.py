@@ -80,7 +80,7 @@ class BackwardLoop:
             barriers = 2 * (self.q_stages + self.do_stages) + 6 + 2 * self.dq_slots
         dq_parts = 2 * self.dq_slots * self.q_tile * dq_columns * 4
         rows = self.q_stages * self.q_tile * ROW_VALUE_BYTES
-        batches = _N_BATCH * (16 * _BATCH_STEPS + 4 * 13)
+        batches = _N_BATCH * (16 * _BATCH_STEPS + 4 * 12)
         barriers += 4 + 2 * _N_BATCH  # k and v, turns, batches
         total = tiles + scores * score_bytes + dq_parts + rows + batches + 8 * barriers
         return -(-total // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
