@@ -19,6 +19,8 @@ import numpy as np
 from dashcupy import cpu
 from dashcupy.problem import MASKS, Problem
 
+from . import harness
+
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32,
           "float64": np.float64}
 
@@ -80,9 +82,9 @@ def peak_bytes(call: Callable[[], object]) -> int:
     return peak
 
 
-def main() -> None:
-    """Measure one problem and print times, memory, ratio and the largest difference."""
-    parser = argparse.ArgumentParser(prog="python -m bench.cpu",
+def main(arguments: list[str] | None = None) -> int:
+    """Print times, memory, ratio and largest difference of one problem; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m dashcupy bench cpu",
                                      description="Time the CPU backend against plain NumPy.")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--length", type=int, default=2048, help="of q, k and v (default 2048)")
@@ -93,7 +95,7 @@ def main() -> None:
     parser.add_argument("--mask", choices=MASKS, default="causal")
     parser.add_argument("--schedule", default="auto")
     parser.add_argument("--rounds", type=int, default=7, help="timed calls of each (default 7)")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
 
     kv_heads = options.kv_heads or options.heads
     problem = Problem(options.batch, options.length, options.length, options.heads, kv_heads,
@@ -117,7 +119,8 @@ def main() -> None:
     print(f"ours / plain: best {min(seconds['ours']) / min(seconds['plain']):.2f}, median "
           f"{statistics.median(seconds['ours']) / statistics.median(seconds['plain']):.2f}; "
           f"largest difference {difference:.2g}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    harness.script(main)

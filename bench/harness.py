@@ -1,17 +1,21 @@
-"""The run that ``forward.py`` and ``backward.py`` share: options, cells, checks, records, table."""
+"""The run that all GPU scripts share: options, cells, checks, records, printed table."""
 
 from __future__ import annotations
 
 import argparse
 import faulthandler
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import cells, peers, records, timing
+from dashcupy.errors import DashcupyError, DeviceError, InvalidInputError
+from dashcupy.plan import Plan
+from dashcupy.source import source_digest
 
-# Fresh kernels may have to be compiled inside the first cells; a run that hangs ends itself.
+from . import cells, ours, peers, records, timing
+
+# A run that hangs ends itself.
 CELL_LIMIT_S = 120
 
 
@@ -27,24 +31,48 @@ class Variant:
         ``"deterministic"`` or ``"default"``: what the function promises about bits.
     call
         Enqueues the work, returns its results (torch tensors).
-    schedule, schedule_used
-        As asked for, and what ``"auto"`` came to; None for peers and for the forward.
+    schedule
+        As asked for; None for peers and for the forward.
+    plan
+        What ours will do; None for peers.
     """
 
     peer: str
     mode: str
     call: Callable[[], tuple]
     schedule: str | None = None
-    schedule_used: str | None = None
+    plan: Plan | None = None
 
     @property
     def label(self) -> str:
         """Name in the printed table."""
         if self.peer != "dashcupy":
             return self.peer
-        if self.schedule is None:
-            return "ours"
-        return f"ours[{self.schedule}]"
+        return f"ours[{self.schedule}]" if self.schedule else "ours"
+
+
+@dataclass(frozen=True)
+class Direction:
+    """What a script times.
+
+    Parameters
+    ----------
+    name
+        ``"forward"`` or ``"backward"``.
+    schedules_of
+        What is asked of ours in a cell, by cell and options.
+    variants_of
+        What to time, by cell, options and our plans (by what was asked).
+    tolerance
+        Largest relative Frobenius error between our results and those of the first peer: a wrong
+        kernel gets no record.
+    """
+
+    name: str
+    schedules_of: Callable[[cells.Cell, argparse.Namespace], Sequence[str | None]]
+    variants_of: Callable[[cells.Cell, argparse.Namespace, Mapping[str | None, Plan]],
+                          list[Variant]]
+    tolerance: float
 
 
 def draw(cell: cells.Cell, seed: int = 0) -> tuple:
@@ -52,89 +80,136 @@ def draw(cell: cells.Cell, seed: int = 0) -> tuple:
     import torch
 
     generator = torch.Generator(device="cuda").manual_seed(seed)
-    size = (cell.batch, cell.seqlen, cell.n_head, cell.head_dim)
-    return tuple(torch.randn(size, generator=generator, device="cuda").bfloat16()
-                 for _ in range(4))
+    return tuple(
+        torch.randn((cell.batch, cell.seqlen, n_head, cell.head_dim), generator=generator,
+                    device="cuda").bfloat16()
+        for n_head in (cell.n_q_head, cell.n_kv_head, cell.n_kv_head, cell.n_q_head))
 
 
-def run(direction: str, variants_of: Callable[[cells.Cell, argparse.Namespace], list[Variant]],
-        tolerance: float, arguments: list[str] | None = None) -> int:
+def peer_variants(cell: cells.Cell, names: Sequence[str],
+                  make: Callable[[str], Callable[[], tuple]]) -> list[Variant]:
+    """Variants of the peers that ``make`` can make; the others are left out with a line."""
+    found = []
+    for peer in names:
+        try:
+            found.append(Variant(peer, peers.mode_of(peer), make(peer)))
+        except Exception as error:  # a peer that cannot run here must not stop the others
+            timing.log(f"{cell.name}: skipped {peer}: {_line_of(error)}")
+    return found
+
+
+def run(direction: Direction, options: argparse.Namespace) -> tuple[list[dict], bool]:
     """Measure the chosen cells, write their records after each, print a table last.
-
-    Parameters
-    ----------
-    direction
-        ``"forward"`` or ``"backward"``.
-    variants_of
-        What to time in a cell.
-    tolerance
-        Largest relative Frobenius error between our results and those of the first peer: a wrong
-        kernel gets no record.
 
     Returns
     -------
-    int
-        Exit status: 1 if anything of ours was wrong, failed or changed its bits.
+    tuple
+        Records, those that ``--reuse`` found included; and whether anything of ours was wrong,
+        failed or changed its bits.
+
+    Raises
+    ------
+    DeviceError
+        There is no GPU that PyTorch can use.
+    InvalidInputError
+        Names of cells, schedules or peers that do not exist, or a results file of another kind.
     """
-    options = _parser(direction).parse_args(arguments)
+    device = _require_gpu()
     chosen = cells.choose(options.cells, options.quick)
-    if options.json:
-        records.read(options.json)  # a file of another kind is refused now, not at the end
-    environment = timing.environment()
-    digest = _source_digest()
-    lines, bad = [], False
+    environment = timing.environment() | {"source_digest": source_digest()}
+    known = records.read(options.json) if options.json else []
+    names = _usable_peers(direction.name, options)
+    options = argparse.Namespace(**vars(options) | {"peers": names})
+    capability = _capability()
+    plans = {cell: ours.plan_or_skip(cell, direction.name, capability,
+                                     direction.schedules_of(cell, options)) for cell in chosen}
+    kept = [r for r in known if options.reuse and _is_of(r, environment)
+            and r["direction"] == direction.name]
+    todo = [cell for cell in chosen if not _has_all(kept, direction.name, cell, plans[cell])]
+    forwards = [plan for cell in todo for plan in
+                ours.plan_or_skip(cell, "forward", capability, [None]).values()]
+    ours.compile_ahead([*forwards, *(p for cell in todo for p in plans[cell].values())],
+                       capability)
+    lines, measured, bad = [], [], False
     timing.warm_card()
     with timing.watch_clocks() as clocks:
-        for cell in chosen:
+        for cell in todo:
             faulthandler.dump_traceback_later(CELL_LIMIT_S, exit=True)
-            try:
-                variants, faults = _usable(variants_of(cell, options), tolerance)
-            except Exception as error:  # one cell that cannot run must not stop the others
-                timing.log(f"{cell.name}: {type(error).__name__}: {error}")
-                variants, faults = [], [f"FAILED: {type(error).__name__}"]
+            found, faults = _measure_cell(direction, cell, options, plans[cell], device)
+            found = [record | environment for record in found]
             bad |= bool(faults)
-            times = timing.measure({v.label: v.call for v in variants}, options.iters,
-                                   options.warmup)
-            found = []
-            for variant in variants:
-                same = timing.same_bits(variant.call)
-                if not same and variant.peer == "dashcupy":
-                    bad = True
-                    faults.append(f"{variant.label}: BITS CHANGE between runs")
-                found.append(record(direction, cell, variant, times[variant.label], same)
-                             | environment | {"source_digest": digest})
+            measured += found
             if options.json:
                 records.write(options.json, found)
             lines.append(row(cell, found, faults))
             timing.log(lines[-1])
         faulthandler.cancel_dump_traceback_later()
         summary = clocks()
-    print(f"{direction}, {environment['device']}, driver {environment['driver']}, source "
-          f"{digest[:12]}; {summary}")
+    print(f"{direction.name}, {environment['device']}, driver {environment['driver']}, source "
+          f"{environment['source_digest'][:12]}; {summary}")
     print("\n".join(lines))
-    return int(bad)
+    return records.merge(kept, measured), bad
 
 
-def record(direction: str, cell: cells.Cell, variant: Variant, found: timing.Timing,
-           same: bool) -> dict:
+def _measure_cell(direction: Direction, cell: cells.Cell, options: argparse.Namespace,
+                  plans: Mapping[str | None, Plan], device: int) -> tuple[list[dict], list[str]]:
+    """Records of one cell, and what is wrong with ours."""
+    try:
+        variants, faults = _usable(direction.variants_of(cell, options, plans),
+                                   direction.tolerance)
+        times = timing.measure({v.label: v.call for v in variants}, options.iters, options.warmup)
+        found = []
+        for variant in variants:
+            same = timing.same_bits(variant.call)
+            if not same and variant.peer == "dashcupy" and variant.mode == "deterministic":
+                faults.append(f"{variant.label}: BITS CHANGE between runs")
+            kernel = ours.kernel_of(variant.plan, device) if variant.plan else None
+            found.append(record(direction.name, cell, variant, times[variant.label], same, kernel))
+        return found, faults
+    except Exception as error:  # one cell that cannot run must not stop the others
+        timing.log(f"{cell.name}: {_line_of(error)}")
+        return [], [f"FAILED: {type(error).__name__}"]
+
+
+def record(direction: str, cell: cells.Cell, variant: Variant, found: timing.Timing, same: bool,
+           kernel: dict | None) -> dict:
     """One measurement as it is kept, but for what the whole run has in common."""
     return {
-        "direction": direction, "head_dim": cell.head_dim, "causal": cell.causal,
-        "dtype": "bfloat16", "batch": cell.batch, "seqlen": cell.seqlen, "kv_len": cell.seqlen,
-        "q_heads": cell.n_head, "kv_heads": cell.n_head, "peer": variant.peer,
-        "schedule": variant.schedule, "schedule_used": variant.schedule_used,
+        **_cell_fields(direction, cell), "peer": variant.peer,
+        "schedule": variant.schedule,
+        "schedule_used": variant.plan.schedule if variant.plan else None,
         "mode": variant.mode, "ms": round(found.ms, 4), "ms_spread": round(found.ms_spread, 4),
         "tflops": round(cell.flops(direction) / found.ms * 1e-9, 1), "same_bits": same,
-        "host_us": round(found.host_us, 1),
+        "host_us": round(found.host_us, 1), "kernel": kernel,
     }
 
 
-def row(cell: cells.Cell, found: list[Mapping], faults: list[str]) -> str:
+def _cell_fields(direction: str, cell: cells.Cell) -> dict:
+    return {"direction": direction, "head_dim": cell.head_dim, "causal": cell.causal,
+            "dtype": "bfloat16", "batch": cell.batch, "seqlen": cell.seqlen,
+            "kv_len": cell.seqlen, "q_heads": cell.n_q_head, "kv_heads": cell.n_kv_head}
+
+
+def _is_of(record: Mapping, environment: Mapping) -> bool:
+    """Whether a record is of this very code on this kind of card."""
+    return all(record[name] == environment[name] for name in ("device", "source_digest"))
+
+
+def _has_all(kept: Sequence[Mapping], direction: str, cell: cells.Cell,
+             plans: Mapping[str | None, Plan]) -> bool:
+    """Whether these records hold all of ours in a cell."""
+    fields = _cell_fields(direction, cell).items()
+    known = {r["schedule"] for r in kept if r["peer"] == "dashcupy" and fields <= r.items()}
+    return bool(known) and set(plans) <= known
+
+
+def row(cell: cells.Cell, found: Sequence[Mapping], faults: Sequence[str]) -> str:
     """A line of the printed table; the ratio is peer ms / our best ms: over 1 we are faster."""
-    ours = [r for r in found if r["peer"] == "dashcupy"]
-    best = min(ours, key=lambda r: r["ms"], default=None)
+    mine = [r for r in found if r["peer"] == "dashcupy"]
+    best = min((r for r in mine if r["mode"] == "deterministic"), key=lambda r: r["ms"],
+               default=None)
     parts = [f"{cell.name:<17}"]
-    for r in ours:
+    for r in mine:
         name = r["schedule_used"] or "ours"
         name = f"auto={name}" if r["schedule"] == "auto" else name
         parts.append(f"{name} {r['ms']:.3f} ms {r['tflops']:.0f} TF/s")
@@ -150,12 +225,12 @@ def _usable(variants: list[Variant], tolerance: float) -> tuple[list[Variant], l
     kept, faults, truth = [], [], None
     # Peers first: their results are what ours is compared with.
     for variant in sorted(variants, key=lambda v: v.peer == "dashcupy"):
-        ours = variant.peer == "dashcupy"
+        is_ours = variant.peer == "dashcupy"
         try:
             results = variant.call()
         except Exception as error:  # one function that cannot run must not stop the others
-            timing.log(f"{variant.label}: {type(error).__name__}: {error}")
-            faults += [f"{variant.label} FAILED: {type(error).__name__}"] if ours else []
+            timing.log(f"skipped {variant.label}: {_line_of(error)}")
+            faults += [f"{variant.label} FAILED: {type(error).__name__}"] if is_ours else []
             continue
         # lse is laid out differently by each, so the forward compares out alone.
         compared = results if len(results) == 3 else results[:1]
@@ -163,51 +238,90 @@ def _usable(variants: list[Variant], tolerance: float) -> tuple[list[Variant], l
         error = max(timing.relative_error(x, y) for x, y in zip(compared, truth, strict=True))
         if error <= tolerance:
             kept.append(variant)
-        elif ours:
+        elif is_ours:
             faults.append(f"{variant.label} WRONG: relative error {error:.2g}")
         else:
             timing.log(f"{variant.label}: differs from the first by {error:.2g}; left out")
     return sorted(kept, key=lambda v: v.peer != "dashcupy"), faults
 
 
-def _parser(direction: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m bench.{direction}", description=f"Time the {direction} on one GPU.")
-    parser.add_argument("--quick", action="store_true", help=f"only {', '.join(cells.QUICK)}")
-    parser.add_argument("--cells", metavar="NAMES",
-                        help="names with wildcards, by commas: 'd128-causal-*,d64-full-512'")
-    parser.add_argument("--peers", type=_peers, default=",".join(peers.PEERS), metavar="NAMES",
-                        help=f"of {', '.join(peers.PEERS)}, or none (default: all)")
-    if direction == "backward":
-        parser.add_argument("--schedules", default="auto", metavar="NAMES",
-                            help="names by commas, auto, or all (default: auto)")
-    parser.add_argument("--iters", type=int, default=15, help="timed calls (default 15)")
-    parser.add_argument("--warmup", type=int, default=5, help="untimed calls (default 5)")
-    parser.add_argument("--json", type=Path, metavar="FILE",
-                        help=f"merge records into this file, e.g. bench/results/"
-                             f"{records.RESULTS.name}")
-    return parser
+def parser(script: str, text: str, schedules: str | None = None) -> argparse.ArgumentParser:
+    """Options that all scripts have.
+
+    Parameters
+    ----------
+    script
+        Its name.
+    text
+        What it does.
+    schedules
+        Default of ``--schedules``; None: no such option.
+    """
+    found = argparse.ArgumentParser(prog=f"python -m dashcupy bench {script}", description=text)
+    add = found.add_argument
+    add("--quick", action="store_true", help=f"only {', '.join(cells.QUICK)}")
+    add("--cells", metavar="NAMES",
+        help="names with wildcards, by commas: 'd128-causal-*,gqa4-d64-full-512' (default: the 24 "
+             "of head_dim 64 and 128)")
+    add("--peers", type=_peers, default="usual", metavar="NAMES",
+        help=f"of {', '.join(peers.PEERS)}; or none, all, usual: {', '.join(peers.USUAL)} "
+             f"(default: usual)")
+    add("--triton", type=Path, metavar="FILE", help="Triton's tutorial 06-fused-attention.py")
+    if schedules is not None:
+        add("--schedules", default=schedules, metavar="NAMES",
+            help=f"names by commas, auto, or all (default: {schedules})")
+    add("--iters", type=int, default=15, help="timed calls (default 15)")
+    add("--warmup", type=int, default=5, help="untimed calls (default 5)")
+    add("--json", type=Path, metavar="FILE",
+        help=f"merge records into this file, e.g. bench/results/{records.RESULTS.name}")
+    add("--reuse", action="store_true",
+        help="leave out cells of which FILE holds all of ours, of the same code and card")
+    return found
+
+
+def script(main: Callable[[], int]) -> None:
+    """End the process as the script says; an error is one line."""
+    try:
+        sys.exit(main())
+    except DashcupyError as error:
+        sys.exit(f"error: {error}")
 
 
 def _peers(text: str) -> list[str]:
-    names = [] if text == "none" else [name for name in text.split(",") if name]
-    unknown = set(names) - set(peers.PEERS)
-    if unknown:
-        raise argparse.ArgumentTypeError(
-            f"{', '.join(sorted(unknown))} (allowed: none, {', '.join(peers.PEERS)})")
-    return names
+    try:
+        return peers.choose(text)
+    except InvalidInputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _source_digest() -> str:
-    from dashcupy.source import source_digest
+def _usable_peers(direction: str, options: argparse.Namespace) -> list[str]:
+    usable = []
+    for peer in options.peers:
+        reason = peers.why_not(peer, direction, options.triton)
+        if reason:
+            timing.log(f"skipped {peer}: {reason}")
+        else:
+            usable.append(peer)
+    return usable
 
-    return source_digest()
+
+def _require_gpu() -> int:
+    """Number of the GPU that PyTorch uses."""
+    try:
+        import torch
+    except ImportError as error:
+        raise DeviceError(f"nothing to time without PyTorch, which makes the arrays and the "
+                          f"clock: {error}") from error
+    if not torch.cuda.is_available():
+        raise DeviceError("no GPU that PyTorch can use: nothing to time")
+    return torch.cuda.current_device()
 
 
-def script(direction: str, variants_of: Callable, tolerance: float) -> None:
-    """Entry of a script: refuses with a reason where there is nothing to time."""
+def _capability() -> tuple[int, int]:
     import torch
 
-    if not torch.cuda.is_available() and not {"-h", "--help"} & set(sys.argv):
-        sys.exit("no GPU that torch can use: nothing to time")
-    sys.exit(run(direction, variants_of, tolerance))
+    return torch.cuda.get_device_capability()
+
+
+def _line_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".split("\n")[0]

@@ -20,7 +20,7 @@ import dashcupy
 from dashcupy.plan import make_plan
 from dashcupy.problem import Problem
 
-from . import timing
+from . import harness, timing
 
 SHAPE = (1, 128, 2, 64)  # batch, len, heads, head_dim
 CALLS_A_ROUND = 50
@@ -96,9 +96,9 @@ def report(framework: str, functions: dict[str, Callable[[], object]], wait: Cal
     return records
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Print a table, and write it if asked to."""
-    parser = argparse.ArgumentParser(prog="python -m bench.overhead", description=__doc__,
+def main(arguments: list[str] | None = None) -> int:
+    """Entry of the script: print a table, and write it if asked to; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m dashcupy bench overhead", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--framework", choices=[*ARRAYS, "none"], action="append",
                         help="default: all; none: only what needs no GPU")
@@ -114,7 +114,8 @@ def main(arguments: list[str] | None = None) -> None:
         machine = timing.environment() if chosen else {}
         lines = json.dumps(machine | {"calls": records}, indent=1)
         options.json.write_text(lines + "\n", encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    harness.script(main)

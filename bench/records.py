@@ -7,13 +7,15 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from dashcupy.errors import InvalidInputError
+
 RESULTS = Path(__file__).resolve().parent / "results" / "h200.json"
 
 # What a record measures: two records that agree on these are the same measurement made twice.
 KEY = ("direction", "head_dim", "causal", "dtype", "batch", "seqlen", "kv_len", "q_heads",
        "kv_heads", "peer", "schedule", "mode", "device")
 # What it found, and with what.
-VALUES = ("schedule_used", "ms", "ms_spread", "tflops", "same_bits", "host_us",
+VALUES = ("schedule_used", "ms", "ms_spread", "tflops", "same_bits", "host_us", "kernel",
           "source_digest", "driver", "cuda", "versions", "date")
 
 
@@ -27,12 +29,12 @@ def read(path: Path = RESULTS) -> list[dict]:
 
     Raises
     ------
-    ValueError
+    InvalidInputError
         The file holds something else.
     """
     found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
     if not isinstance(found, list) or not all(set(KEY) <= set(record) for record in found):
-        raise ValueError(f"{path} is no list of records; give another file")
+        raise InvalidInputError(f"{path} is no list of records; give another file")
     return found
 
 
@@ -59,6 +61,39 @@ def write(path: Path, new: Iterable[Mapping]) -> int:
     scratch.write_text(f"[\n{lines}\n]\n" if lines else "[]\n", encoding="utf-8")
     os.replace(scratch, path)
     return len(merged)
+
+
+def cell_of(record: Mapping) -> tuple:
+    """The problem that was timed: head_dim, mask (causal first), length, batch and heads."""
+    return (record["head_dim"], not record["causal"], record["seqlen"], record["kv_len"],
+            record["batch"], record["q_heads"], record["kv_heads"])
+
+
+def by_schedule(found: Iterable[Mapping]) -> dict[tuple[tuple, str], Mapping]:
+    """Backward records of ours by cell and schedule.
+
+    A time of ``auto`` stands in for the schedule that it came to where that was not timed itself.
+    """
+    mine = {}
+    for record in sorted(found, key=lambda r: r["schedule"] != "auto"):
+        if (record["peer"], record["direction"]) == ("dashcupy", "backward"):
+            mine[cell_of(record), record["schedule_used"]] = record
+    return mine
+
+
+def device_of(found: Iterable[Mapping]) -> str:
+    """The one card of these records.
+
+    Raises
+    ------
+    InvalidInputError
+        There are several: each has a results file of its own.
+    """
+    devices = sorted({record["device"] for record in found})
+    if len(devices) != 1:
+        raise InvalidInputError(f"records of {', '.join(devices) or 'no card'}: give a results "
+                                f"file of one card")
+    return devices[0]
 
 
 def _sortable(key: tuple) -> tuple:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 # Spins of torch.cuda._sleep per microsecond at the highest clock of the cards we know (GHz * 1000).
 _CYCLES_PER_US = 2000
-_PACKAGES = ("dashcupy", "cupy-cuda13x", "cupy-cuda12x", "torch", "numpy", "nvidia-cuda-nvrtc")
+_PACKAGES = ("dashcupy", "cupy-cuda13x", "cupy-cuda12x", "torch", "numpy", "nvidia-cuda-nvrtc",
+             "flash-attn", "flash-attn-3", "flash-attn-4", "triton")
 
 
 @dataclass(frozen=True)

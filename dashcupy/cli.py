@@ -1,4 +1,4 @@
-"""The command line: ``python -m dashcupy check|info|schedule|build``."""
+"""The command line: ``python -m dashcupy check|info|schedule|build|bench``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from . import check, cli_build, cli_schedule, info
+from . import check, cli_bench, cli_build, cli_schedule, info
 from .errors import DashcupyError
 from .version import __version__
 
@@ -54,13 +54,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m dashcupy",
         description="Attention whose gradients never change a bit: check it on this machine, see "
-                    "what it would run, draw a schedule, compile kernels ahead of time.")
+                    "what it would run, draw a schedule, compile kernels ahead of time, measure "
+                    "them.")
     parser.add_argument("--version", action="version", version=f"dashcupy {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     check.add_parser(commands)
     _add_info(commands)
     cli_schedule.add_parser(commands)
     cli_build.add_parser(commands)
+    cli_bench.add_parser(commands)
     return parser
 
 

@@ -118,8 +118,8 @@ Config = ForwardConfig | ForwardSm90Config | BackwardConfig
 def choose_config(problem: Problem, direction: str, target: Target) -> Config:
     """Tiles and stages for a problem.
 
-    Bits depend on the tiles, so this looks at dtype, head_dim, scale and compute capability only:
-    never at batch, heads, strides, SM count or GPU model.
+    Bits depend on the tiles, so this looks at dtype, head_dim, lengths, mask, scale and compute
+    capability only: never at batch, heads, strides, SM count or GPU model.
 
     Parameters
     ----------
@@ -140,7 +140,7 @@ def choose_config(problem: Problem, direction: str, target: Target) -> Config:
     limit = SMEM_BYTES.get(target, _LEAST_SMEM_BYTES)
     text = _smem_text(target, limit)
     if uses_tensor_maps(problem, direction, target):
-        return (config_sm90.forward_config(problem.head_dim, problem.dtype, problem.causal, text)
+        return (config_sm90.forward_config(problem, text)
                 if direction == "forward" else _backward_sm90_config(problem.head_dim, text))
     pad = head_dim_pad(problem.head_dim)
     choose = {"forward": _forward_config, "backward": _backward_config}[direction]

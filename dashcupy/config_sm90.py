@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .problem import Problem
+
 TARGET = (9, 0)
 MAX_HEAD_DIM = 256
 WARPGROUP_ROWS = 64
@@ -30,6 +32,12 @@ _FORWARD_TILES = {
 # With the causal mask the first q tiles of a sequence are done too soon to hide how the next one
 # comes: where two warpgroups leave room, q has a stage more.
 _CAUSAL_Q_STAGES = {96: 3, 128: 3}
+# The same by columns for causal masks over few keys, where the diagonal is a large part.
+_SHORT_KV_LEN = 1024
+_SHORT_CAUSAL_TILES = {
+    64: (128, 2, 4, 3, 0, f"causal and at most {_SHORT_KV_LEN} keys: q tiles of 128 rows leave "
+                          f"less beyond the diagonal than those of three warpgroups"),
+}
 
 
 @dataclass(frozen=True)
@@ -142,15 +150,18 @@ class ForwardSm90Config:
         return 4 * (1 + self.n_consumer)
 
 
-def forward_config(head_dim: int, dtype: str, causal: bool, smem_text: str) -> ForwardSm90Config:
+def forward_config(problem: Problem, smem_text: str) -> ForwardSm90Config:
     """The config of a forward that ``fwd_sm90`` serves: head_dim a multiple of 8 up to 256."""
-    pad = next(columns for columns in _FORWARD_TILES if head_dim <= columns)
-    kv_tile, n_consumer, stages, q_stages, early, reason = _FORWARD_TILES[pad]
-    if causal:
+    pad = next(columns for columns in _FORWARD_TILES if problem.head_dim <= columns)
+    tiles = _FORWARD_TILES[pad]
+    if problem.causal and problem.kv_len <= _SHORT_KV_LEN:
+        tiles = _SHORT_CAUSAL_TILES.get(pad, tiles)
+    kv_tile, n_consumer, stages, q_stages, early, reason = tiles
+    if problem.causal:
         q_stages = _CAUSAL_Q_STAGES.get(pad, q_stages)
     return ForwardSm90Config(
         "fwd_sm90", WARPGROUP_ROWS * n_consumer, kv_tile, n_consumer, pad, stages, q_stages, early,
-        dtype == "bfloat16", forward_smem_bytes(kv_tile, n_consumer, pad, stages, q_stages),
+        problem.dtype == "bfloat16", forward_smem_bytes(kv_tile, n_consumer, pad, stages, q_stages),
         f"{smem_text}; {reason}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 
 from .errors import InvalidInputError, UnsupportedError
 from .schedules import Schedule, Shape
@@ -74,22 +75,14 @@ def gantt(results: Mapping[str, Simulation], costs: Costs, path: str | Path,
     UnsupportedError
         matplotlib is not installed.
     """
-    path = Path(path)
-    if path.suffix not in SUFFIXES:
-        raise InvalidInputError(f"cannot draw to {path}: the suffix must be one of "
-                                f"{', '.join(SUFFIXES)}")
+    check_path(path)
     if not results:
         raise InvalidInputError("there is nothing to draw: give at least one simulation")
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UnsupportedError("drawing needs matplotlib, which is not installed; "
-                               "pip install 'dashcupy[plot]'") from None
-
+    matplotlib = require_matplotlib()
     n_worker = max(len(result.busy) for result in results.values())
     lanes = max(0.9, min(0.3 * n_worker, MAX_PANEL_INCHES))
-    figure = Figure(figsize=(12, (lanes + 0.55) * len(results) + 1.0), layout="constrained")
+    figure = matplotlib.figure.Figure(figsize=(12, (lanes + 0.55) * len(results) + 1.0),
+                                      layout="constrained")
     panels = figure.subplots(len(results), 1, sharex=True, squeeze=False)[:, 0]
     end = max(_last_time(result, costs) for result in results.values()) or 1.0
     for axes, (name, result) in zip(panels, results.items(), strict=True):
@@ -104,10 +97,59 @@ def gantt(results: Mapping[str, Simulation], costs: Costs, path: str | Path,
     handles.append(matplotlib.lines.Line2D([], [], color="black", ls="--", label="work bound"))
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False,
                   title=title or None)
-    # A fixed salt and no date: the same runs give the same file.
-    metadata = {"Date": None} if path.suffix == ".svg" else None
+    save(figure, path)
+
+
+def check_path(path: str | Path) -> None:
+    """Refuse a file whose suffix does not say how to draw.
+
+    Raises
+    ------
+    InvalidInputError
+    """
+    if Path(path).suffix not in SUFFIXES:
+        raise InvalidInputError(f"cannot draw to {path}: the suffix must be one of "
+                                f"{', '.join(SUFFIXES)}")
+
+
+def require_matplotlib() -> ModuleType:
+    """Import matplotlib, or say what to install.
+
+    Raises
+    ------
+    UnsupportedError
+        It is not installed.
+    """
     try:
-        with matplotlib.rc_context({"svg.hashsalt": "dashcupy"}):
+        import matplotlib
+        import matplotlib.figure
+    except ImportError:
+        raise UnsupportedError("drawing needs matplotlib, which is not installed; "
+                               "pip install 'dashcupy[plot]'") from None
+    return matplotlib
+
+
+def save(figure, path: str | Path, description: str | None = None) -> None:
+    """Write a matplotlib figure; the same one gives the same file: a fixed salt and no date.
+
+    Parameters
+    ----------
+    figure
+    path
+        ``.svg`` or ``.png``.
+    description
+        Text that an SVG carries along.
+
+    Raises
+    ------
+    InvalidInputError
+        The file cannot be written.
+    """
+    metadata = None
+    if Path(path).suffix == ".svg":
+        metadata = {"Date": None, "Creator": "dashcupy", "Description": description}
+    try:
+        with require_matplotlib().rc_context({"svg.hashsalt": "dashcupy"}):
             figure.savefig(path, dpi=110, metadata=metadata)
     except OSError as error:
         raise InvalidInputError(f"cannot draw to {path} ({error.strerror}): give a file in a "

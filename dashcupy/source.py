@@ -157,11 +157,11 @@ def source_digest() -> str:
     """SHA-256 (hex) over the code: ``*.cu`` and ``*.cuh`` of ``cuda_src``, ``*.py`` of the package.
 
     A record of a GPU run names it, so that one can tell whether the code has changed since.
-    Prose (``README.md``) does not count.
+    Prose (``README.md``) does not count, nor do the measurements that a wheel carries.
     """
     root = cuda_root()
     files = {f"dashcupy/{path.relative_to(PACKAGE).as_posix()}": path
-             for path in PACKAGE.rglob("*.py")}
+             for path in PACKAGE.rglob("*.py") if not path.is_relative_to(PACKAGE / "bench")}
     files |= {f"cuda_src/{path.relative_to(root).as_posix()}": path
               for pattern in ("*.cu", "*.cuh") for path in root.rglob(pattern)}
     digest = hashlib.sha256()

@@ -27,10 +27,12 @@ def paint(text: str, colour: str, stream: TextIO | None = None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for a person: ``0.4 s``, ``12 s``, ``3 min 5 s``."""
+    """Seconds for a person: ``0.4 s``, ``12 s``, ``3 min 5 s``, ``2 h 30 min``."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 

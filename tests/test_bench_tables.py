@@ -1,9 +1,12 @@
-"""The bench without a GPU: cells, FLOPs, records, tables, and a README that shows the records."""
+"""What the bench shows: cells, FLOPs, records, tables, pictures, and files made of them."""
 
 import json
 from pathlib import Path
 
 import pytest
+from bench_records import of_peer, of_schedule, record
+
+from dashcupy.errors import InvalidInputError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -13,37 +16,32 @@ def _bench_on_path(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
 
 
-def _record(**changes):
-    return {
-        "direction": "backward", "head_dim": 128, "causal": True, "dtype": "bfloat16", "batch": 4,
-        "seqlen": 4096, "kv_len": 4096, "q_heads": 16, "kv_heads": 16, "peer": "dashcupy",
-        "schedule": "auto", "mode": "deterministic", "device": "NVIDIA H200",
-        "schedule_used": "descending", "ms": 2.0, "ms_spread": 0.1, "tflops": 343.6,
-        "same_bits": True, "host_us": 40.0, "source_digest": "d", "driver": "580", "cuda": "13.0",
-        "versions": {"torch": "2.11.0", "cudnn": "91900"}, "date": "2026-01-01"} | changes
-
-
 def test_cells_and_flops():
     # A wrong batch or head count shifts every TFLOP/s figure, and no measurement would show it.
     from bench import cells
-    assert len(cells.ALL) == len({cell.name for cell in cells.ALL}) == 24
+    known = (*cells.ALL, *cells.EXTRA)
+    assert len(cells.ALL) == 24 and len(known) == len({cell.name for cell in known})
     cell = cells.Cell(128, True, 4096)
-    assert (cell.name, cell.batch, cell.n_head) == ("d128-causal-4096", 4, 16)
+    assert (cell.name, cell.batch, cell.n_q_head) == ("d128-causal-4096", 4, 16)
     assert cell.flops("forward") == 4 * 4 * 16 * 4096**2 * 128 / 2
     assert cell.flops("backward") == 2.5 * cell.flops("forward")
     assert [c.name for c in cells.choose(None, quick=True)] == list(cells.QUICK)
+    # What is long or expensive runs only when it is named.
     assert len(cells.choose("d64-*-512, d128-full-*")) == 8
-    with pytest.raises(ValueError, match="d96-full"):
-        cells.choose("d96-full-512")
+    extra, = cells.choose("gqa4-long-d128-full-65536")
+    assert (extra.batch, extra.n_q_head, extra.n_kv_head) == (1, 16, 4)
+    assert [c.n_q_head for c in cells.choose("d96-full-512,d192-full-512,d256-full-512")] == [
+        21, 10, 8]
+    with pytest.raises(InvalidInputError, match="d80-full"):
+        cells.choose("d80-full-512")
 
 
 def test_records_merge(tmp_path):
     # A second run that adds a line instead of replacing one, or that drops what it did not measure.
     from bench import records
     path = tmp_path / "new" / "results.json"
-    other = _record(peer="cudnn", schedule=None, schedule_used=None, mode="default")
-    assert records.write(path, [_record(ms=9.0), other]) == 2
-    assert records.write(path, [_record(ms=1.5)]) == 2
+    assert records.write(path, [record(ms=9.0), of_peer("cudnn")]) == 2
+    assert records.write(path, [record(ms=1.5)]) == 2
     found = records.read(path)
     assert sorted((r["peer"], r["ms"]) for r in found) == [("cudnn", 2.0), ("dashcupy", 1.5)]
     assert records.merge(found, found) == records.merge([], reversed(found)) == found
@@ -52,40 +50,81 @@ def test_records_merge(tmp_path):
         records.write(path, [{"ms": 1.0}])
     assert records.read(path) == found
     path.write_text('{"ms": 1}')
-    with pytest.raises(ValueError, match="no list of records"):
-        records.write(path, [_record()])
+    with pytest.raises(InvalidInputError, match="no list of records"):
+        records.write(path, [record()])
 
 
-def test_table():
-    # A column that shows another peer's time, or ours of another cell.
-    from bench import show
-    peer = dict(schedule=None, schedule_used=None, mode="default")
-    found = [_record(), _record(schedule="shortest_first", schedule_used="shortest_first", ms=1.0),
-             _record(peer="fa2_det", ms=3.0, **peer), _record(peer="cudnn", ms=1.8, **peer),
-             _record(causal=False, ms=5.0, schedule="shift", schedule_used="shift"),
-             _record(causal=False, ms=4.0, schedule="ascending", schedule_used="ascending"),
-             _record(direction="forward", schedule=None, schedule_used=None, ms=0.5, tflops=500.0)]
-    text = show.tables(found)
-    assert "| 128 | causal | 4096 | 2.000 (344) | `descending` | 3.000 | - | 1.800 | 1.50 |" in text
-    assert "| 128 | full | 4096 | 4.000 (344) | `ascending` | - | - | - | - |" in text
-    assert "| 128 | causal | 4096 | 0.500 (500) | - | - | - |" in text
-    assert "equal bits in every repeat" in text and "NOT equal" not in text
-    assert "NOT equal" in show.tables([_record(same_bits=False)])
-    assert show.tables([]) == ""
+def test_a_schedule_by_name_is_taken_before_auto():
+    # An old time of "auto" that hides a new one of the schedule that it stands for.
+    from bench import records
+    found = records.by_schedule([of_schedule("descending", ms=3.0), record(ms=2.0),
+                                 record(seqlen=512, kv_len=512, ms=1.0)])
+    assert sorted(r["ms"] for r in found.values()) == [1.0, 3.0]
 
 
-def test_insert_between_markers(tmp_path, capsys):
-    # Text around the table that is lost, or a second table on the second run.
+def test_tables():
+    # A column that shows another peer's time, ours of another cell, or ours without an order.
+    from bench import tables
+    found = [record(), of_schedule("shortest_first", ms=1.0), of_schedule("unordered", ms=0.5),
+             of_peer("fa2_det", ms=3.0), of_peer("cudnn", ms=1.8), of_peer("fa3", ms=1.7),
+             of_schedule("shift", causal=False, ms=5.0),
+             of_schedule("ascending", causal=False, ms=4.0),
+             of_schedule("unordered", causal=False, ms=0.5),
+             record(direction="forward", schedule=None, schedule_used=None, ms=0.5, tflops=500.0)]
+    full = tables.full(found)
+    assert ("| 128 | causal | 4096 | 16 | 2.000 (344) | `descending` | 3.000 | - | 1.800 | 1.700 "
+            "| 1.50 |") in full
+    assert "| 128 | full | 4096 | 16 | 4.000 (344) | `ascending` | - | - | - | - | - |" in full
+    assert "| 128 | causal | 4096 | 16 | 0.500 (500) | - | - | - |" in full
+    assert "equal bits in every repeat" in full and "NOT equal" not in full
+    assert "NOT equal" in tables.full([record(same_bits=False)])
+    assert tables.full([]) == tables.compact([]) == ""
+    assert "| backward | 128 | causal | - | - | 344 (1.50, 0.90) | - |" in tables.compact(found)
+
+
+def test_price_of_determinism():
+    # A price against the wrong cell, or one that was never measured.
+    from bench import tables
+    found = [of_schedule("descending", ms=2.2), of_schedule("shortest_first", ms=2.1),
+             of_schedule("unordered", ms=2.0, same_bits=False),
+             of_schedule("unordered", seqlen=512, kv_len=512), of_schedule("shift", causal=False),
+             of_peer("fa2", ms=2.0), of_peer("fa2_det", ms=3.0)]
+    text = tables.price(found)
+    assert "| 128 | causal | 4096 | 16 | `shortest_first` | 2.100 | 2.000 | 1.050 | no | 1.50 |" \
+        in text
+    assert "1.050 in the geometric mean of 1 cells" in text and len(text.splitlines()) == 5
+    assert tables.price([r for r in found if r["schedule"] != "unordered"]) == ""
+
+
+def _shown(tmp_path, found):
     from bench import records, show
-    readme, results = tmp_path / "README.md", tmp_path / "results.json"
+    readme, results = tmp_path / "README.md", tmp_path / "results" / "card.json"
     readme.write_text(f"before\n{show.BEGIN}\nold\n{show.END}\nafter\n")
-    records.write(results, [_record()])
+    records.write(results, found)
+    assert show.main(["--results", str(results), "--write", str(readme)]) == 0
+    return readme, results
+
+
+def test_tables_and_pictures_are_written(tmp_path, capsys):
+    # Text around the table that is lost, a second table on the second run, a picture that differs
+    # each time or that the page does not show.
+    pytest.importorskip("matplotlib")
+    from bench import show
+    found = [record(), of_peer("cudnn"), of_schedule("unordered", ms=1.9)]
     for _ in range(2):
-        assert show.main(["--results", str(results), "--write", str(readme)]) == 0
-    text = readme.read_text()
+        readme, results = _shown(tmp_path, found)
+        pictures = {path.name: path.read_bytes() for path in results.parent.glob("plots/*")}
+    text, page = readme.read_text(), (tmp_path / "results" / "card.md").read_text()
     assert text.startswith(f"before\n{show.BEGIN}\n") and text.endswith(f"{show.END}\nafter\n")
-    assert "old" not in text and text.count("| 128 | causal | 4096 |") == 1
-    with pytest.raises(ValueError, match="speed:begin"):
+    assert "old" not in text and text.count("| backward | 128 | causal |") == 1
+    assert page.count("| 128 | causal | 4096 |") == 3  # all cells, price, the paper's experiment
+    assert set(pictures) == {"card_backward.svg", "card_price.svg", "card_paper.svg"}
+    assert "(results/plots/card_backward.svg)" in text and "(plots/card_price.svg)" in page
+    assert "(plots/card_simulated.svg)" not in page
+    _shown(tmp_path, found)
+    assert pictures == {path.name: path.read_bytes() for path in results.parent.glob("plots/*")}
+    assert all(len(picture) < 200_000 for picture in pictures.values())
+    with pytest.raises(InvalidInputError, match="speed:begin"):
         show.insert("no markers", "table")
     assert show.main(["--results", str(tmp_path / "none.json")]) == 1
     assert "no records" in capsys.readouterr().err
@@ -94,10 +133,13 @@ def test_insert_between_markers(tmp_path, capsys):
 def test_merge_of_a_run_elsewhere(tmp_path):
     from bench import records, show
     here, there = tmp_path / "here.json", tmp_path / "there.json"
-    records.write(here, [_record(seqlen=512, kv_len=512)])
-    records.write(there, [_record()])
+    records.write(here, [record(seqlen=512, kv_len=512)])
+    records.write(there, [record()])
     assert show.main(["--results", str(here), "--merge", str(there)]) == 0
     assert [r["seqlen"] for r in records.read(here)] == [512, 4096]
+    records.write(here, [record(device="NVIDIA A100")])
+    with pytest.raises(InvalidInputError, match="A100, NVIDIA H200"):
+        show.files(here, ROOT / "README.md")
 
 
 def test_summaries():
@@ -111,25 +153,31 @@ def test_summaries():
     assert timing.describe_clocks("") == "clocks: no sample under load"
 
 
-def test_readme_shows_the_records():
+def test_files_show_the_records():
     # Figures that were edited by hand, or measured again and not shown.
-    from bench import records, show
+    from bench import model, plots, records, show
     found = records.read()
-    readme = show.README.read_text(encoding="utf-8") if show.README.is_file() else ""
     if not found:
         pytest.skip(f"no records in {records.RESULTS}")
-    if show.BEGIN not in readme:
-        pytest.skip("README.md has no markers for the tables")
-    assert show.insert(readme, show.tables(found)) == readme, \
-        "run: python -m bench.show --write"
+    hint = "run: python -m bench.schedules --no-measure && python -m bench.show --write"
+    made = show.current_model(records.RESULTS, found)
+    assert made == model.read(records.RESULTS), hint  # a model of other times is not shown
+    for path, text in show.files(records.RESULTS, show.README).items():
+        assert path.read_text(encoding="utf-8") == text, hint
+    pictures = list((records.RESULTS.parent / show.PICTURES).glob("*.svg"))
+    assert pictures, hint
+    for picture in pictures:
+        assert plots.digest(found, made) in picture.read_text(encoding="utf-8"), hint
+        assert f"{picture.name})" in show.page_of(records.RESULTS).read_text(encoding="utf-8")
 
 
 def test_records_are_whole():
     # A record without a field that a reader would look for.
     from bench import records
-    for record in records.read():
-        assert set(record) == {*records.KEY, *records.VALUES}, json.dumps(record)
-        assert record["ms"] > 0 and record["tflops"] > 0
+    for found in records.read():
+        assert set(found) == {*records.KEY, *records.VALUES}, json.dumps(found)
+        assert found["ms"] > 0 and found["tflops"] > 0
+        assert (found["kernel"] is None) == (found["peer"] != "dashcupy")
 
 
 def test_overhead_is_written_down(tmp_path):

@@ -38,6 +38,13 @@ def test_version(capsys):
     (["check", "--device", "cpu", "--heads", "3", "--kv-heads", "2"], "must be a multiple"),
     (["check", "--device", "cpu", "--len", "9", "--causal", "--schedule", "shift"],
      "symmetric_shift"),
+    (["check", "--device", "cpu", "--len", "9", "--scale", "0"], "must be a finite number > 0"),
+    (["check", "--device", "cpu", "--len", str(10**15)], "the arrays of this check take"),
+    (["check", "--device", "cpu", "--bits", "repeats,lod"], "lod is not known (allowed: none, or"),
+    (["check", "--device", "cpu", "--repeats", "1", "--stress"], "give --repeats 2 or more"),
+    (["check", "--device", "cpu", "--seed", "-1"], "must be from 0 to 2**64 - 1"),
+    (["check", "--device", "cpu", "--layout", "bhsd"], "go with --function"),
+    (["check", "--device", "cpu", "--json", "/nowhere/x.json"], "--json /nowhere/x.json: cannot"),
     (["build", "--arch", "hopper"], "not an architecture"),
 ])
 def test_an_error_is_one_line_and_status_2(capsys, argv, part):

@@ -45,6 +45,18 @@ def test_forward_tiles_of_hopper(head_dim, expected):
         assert config.n_warp == 4 + config.q_tile // 16
 
 
+def test_forward_tiles_of_hopper_with_the_causal_mask():
+    """A stage of q more, which changes no bits, and smaller q tiles over few keys, which do."""
+    def tiles(head_dim, kv_len):
+        config = choose_config(problem(head_dim=head_dim, kv_len=kv_len, mask="causal"),
+                               "forward", (9, 0))
+        return config.q_tile, config.kv_tile, config.q_stages, config.n_consumer
+    assert tiles(128, 64) == tiles(128, 5000) == tiles(96, 5000) == (128, 128, 3, 2)
+    assert tiles(64, 1) == tiles(64, 1024) == (128, 128, 3, 2)
+    assert tiles(64, 1025) == (192, 128, 2, 3)
+    assert tiles(256, 64) == (128, 80, 1, 2)
+
+
 @pytest.mark.parametrize("target", [(8, 0), (8, 9), (10, 0), (12, 0), (13, 7)])
 def test_other_generations_keep_the_portable_kernels(target):
     """wgmma exists on 9.0 only: newer GPUs refuse a cubin that was made for it."""

@@ -34,4 +34,5 @@ def test_progress_is_silent_in_a_pipe_and_leaves_no_line_on_a_terminal(monkeypat
 
 
 def test_duration_reads_well():
-    assert [duration(s) for s in (0.42, 12.3, 185)] == ["0.4 s", "12 s", "3 min 5 s"]
+    assert [duration(s) for s in (0.42, 12.3, 185, 9000)] == [
+        "0.4 s", "12 s", "3 min 5 s", "2 h 30 min"]

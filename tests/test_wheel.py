@@ -80,7 +80,8 @@ def test_wheel_holds_all_sources_and_nothing_else(wheel):
     cuda = {f"dashcupy/{path.relative_to(ROOT)}" for path in (ROOT / "cuda_src").rglob("*")
             if path.is_file()}
     assert any(name.endswith("bwd_sm80.cu") for name in cuda)
-    assert names == python | cuda
+    bench = {f"dashcupy/bench/{path.name}" for path in (ROOT / "bench").glob("*.py")}
+    assert names == python | cuda | bench
 
 
 def test_installed_wheel_computes_and_expands_its_own_kernels(installed, tmp_path):
@@ -96,5 +97,16 @@ def test_installed_wheel_has_its_version_and_command_line(installed, tmp_path):
     report = _run(python, "-m", "dashcupy", "info", cwd=tmp_path)
     line, = (line for line in report.splitlines() if line.split()[:1] == ["dashcupy"])
     assert line.split()[1] == __version__
-    assert "shift" in _run(python.with_name("dashcupy"), "schedule", "shift", "--kv", "4",
-                           cwd=tmp_path)
+    command = python.with_name("dashcupy")
+    assert "shift" in _run(command, "schedule", "shift", "--kv", "4", cwd=tmp_path)
+    assert "ours / plain" in _run(command, "bench", "cpu", "--length", "64", "--rounds", "1",
+                                  cwd=tmp_path)
+
+
+def test_measurements_of_a_wheel_name_the_code_as_those_of_a_checkout_do(installed, tmp_path):
+    """The wheel holds the bench inside the package; its files would make another digest."""
+    from dashcupy.source import source_digest
+    python, _ = installed
+    found = _run(python, "-c", "from dashcupy import source; print(source.source_digest())",
+                 cwd=tmp_path)
+    assert found.strip() == source_digest()

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from dashcupy import driver, nvrtc, source
-
-# Keeps `threads` threads of every CTA busy for a number of clock cycles.
-_SPIN = """
-extern "C" __global__ void spin(long long cycles) {
-  const long long begin = clock64();
-  while (clock64() - begin < cycles) {
-  }
-}
-"""
+from dashcupy.check import load as check_load
 
 
 def load(name: str, text: str, defines: Mapping[str, int | str] | None = None):
@@ -39,21 +30,8 @@ def load(name: str, text: str, defines: Mapping[str, int | str] | None = None):
         return kernel
 
 
-@functools.cache
-def _spin_kernel(smem_bytes: int):
-    kernel = load("spin", _SPIN)
-    kernel.max_dynamic_shared_size_bytes = smem_bytes
-    return kernel
-
-
 def spin(n_cta: int, cycles: int, stream: int) -> None:
     """Occupy ``n_cta`` SMs, with all their shared memory, for ``cycles`` on a stream's handle."""
     import cupy
-    import numpy as np
 
-    class Stream:
-        ptr = stream
-
-    smem_bytes = driver.device(cupy.cuda.runtime.getDevice()).smem_bytes
-    _spin_kernel(smem_bytes)((n_cta,), (128,), (np.int64(cycles),), shared_mem=smem_bytes,
-                             stream=Stream)
+    check_load.spin(n_cta, cycles, cupy.cuda.ExternalStream(stream))

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
-import ml_dtypes
-import numpy as np
+from ..config import Target, choose_config
+from ..config_sm90 import TARGET as HOPPER
+from ..problem import Problem
+from .inputs import INPUTS
 
-from .config import Target, choose_config
-from .config_sm90 import TARGET as HOPPER
-from .problem import Problem
-
-# kind of the values of q, k, v, dout -> what is hard about them
-INPUTS = {
-    "normal": "normally distributed",
-    "deep": "every score near -120, so lse is far below -88, where exp of a padded score overflows",
-    "one_hot": "scores so far apart that one key takes each row",
-}
-_DEEP_SCORE = -120.0
-_ONE_HOT_FACTOR = 20.0
+# Another scale than the default of own shapes: a function that ignores it gives wrong values.
+_OTHER_SCALE = 0.5
 
 
 @dataclass(frozen=True)
@@ -69,7 +62,7 @@ def _table(target: Target) -> list[tuple[bool, tuple[str, ...], str, str, Proble
 
     def sized(q, kv, heads, head_dim, dtype, batch=1):
         """A problem of q and kv tiles (and rows more) of this target."""
-        problem = Problem(batch, 1, 1, *heads, head_dim, dtype, "full", head_dim ** -0.5)
+        problem = Problem(batch, 1, 1, *heads, head_dim, dtype, "full", 1 / math.sqrt(head_dim))
         q_rows, kv_rows = _tiles(problem, target)
         return replace(problem, q_len=q[0] * q_rows + q[1], kv_len=kv[0] * kv_rows + kv[1])
 
@@ -109,25 +102,10 @@ def _tiles(problem: Problem, target: Target) -> tuple[int, int]:
     return (max(config.q_tile for config in configs), max(config.kv_tile for config in configs))
 
 
-def own_cases(problem: Problem) -> list[Case]:
-    """Every kind of inputs for one problem of the user's."""
-    return [Case(f"own shape, {inputs} inputs", inputs, problem) for inputs in INPUTS]
-
-
-def make_inputs(case: Case, seed: int = 0) -> dict[str, np.ndarray]:
-    """``q``, ``k``, ``v`` and ``dout`` of a case: NumPy arrays, the same for a seed everywhere."""
-    problem = case.problem
-    rng = np.random.default_rng(seed)
-    q_shape = (problem.batch, problem.q_len, problem.n_q_head, problem.head_dim)
-    kv_shape = (problem.batch, problem.kv_len, problem.n_kv_head, problem.head_dim)
-    arrays = {name: rng.standard_normal(shape, np.float32) for name, shape in
-              (("q", q_shape), ("k", kv_shape), ("v", kv_shape), ("dout", q_shape))}
-    if case.inputs == "deep":
-        q_head = 8.0
-        for name, value in (("q", q_head), ("k", _DEEP_SCORE / (q_head * problem.scale))):
-            arrays[name] *= 0.5
-            arrays[name][..., 0] = value
-    elif case.inputs == "one_hot":
-        arrays["q"] *= _ONE_HOT_FACTOR
-    dtype = np.dtype(getattr(ml_dtypes, problem.dtype, problem.dtype))
-    return {name: array.astype(dtype) for name, array in arrays.items()}
+def own_cases(problem: Problem, other_scale: bool = True) -> list[Case]:
+    """Every kind of inputs for one problem of the user's; by default another scale as well."""
+    cases = [Case(f"own shape, {inputs} inputs", inputs, problem) for inputs in INPUTS]
+    if other_scale:
+        cases.append(Case("own shape, half the scale", "normal",
+                          replace(problem, scale=_OTHER_SCALE * problem.scale)))
+    return cases

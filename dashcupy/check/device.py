@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
 
-from . import cpu, driver
-from .config import Target
-from .errors import DashcupyError, DeviceError, UnsupportedError
-from .nvrtc import MIN_CAPABILITY
+from .. import cpu, driver, nvrtc
+from ..config import Target
+from ..errors import DashcupyError, DeviceError, UnsupportedError
+from ..nvrtc import MIN_CAPABILITY
+from . import load
 
 DEVICES = ("auto", "cpu", "gpu")
 
@@ -24,19 +26,25 @@ class Place:
     kind
         ``"cpu"`` or ``"gpu"``.
     target
-        What `dashcupy.plan.make_plan` calls it.
+        What `dashcupy.plan.make_plan` calls it; None where its kernels are not used.
     title, why
         For a person; on the CPU the title names the arithmetic that bits depend on there.
+    arithmetic
+        What bits depend on beside a plan's fingerprint: NVRTC's version, or NumPy's sums.
     put, get
         From a NumPy array to an array there, and back (waits for the result).
+    load
+        Makes other work there while its context is entered, see `dashcupy.check.load`.
     """
 
     kind: str
-    target: Target
+    target: Target | None
     title: str
     why: str
+    arithmetic: str
     put: Callable[[np.ndarray], object]
     get: Callable[[object], np.ndarray]
+    load: Callable[[], AbstractContextManager[Callable[[int], None]]]
 
 
 def choose_place(device: str = "auto") -> Place:
@@ -58,7 +66,16 @@ def choose_place(device: str = "auto") -> Place:
 
 
 def _cpu(why: str) -> Place:
-    return Place("cpu", "cpu", f"CPU, {cpu.arithmetic_id()}", why, lambda x: x, np.asarray)
+    arithmetic = cpu.arithmetic_id()
+    return Place("cpu", "cpu", f"CPU, {arithmetic}", why, arithmetic, _read_only, np.asarray,
+                 load.on_cpu)
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    """A view through which nobody can change the inputs."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def _gpu() -> Place:
@@ -79,6 +96,8 @@ def _gpu() -> Place:
     def get(array: object) -> np.ndarray:
         return cupy.ascontiguousarray(array).view(np.uint8).get().view(array.dtype)
 
+    version = "{}.{}".format(*nvrtc.default_library().version)
     return Place("gpu", gpu.compute_capability,
                  f"{gpu.name}, compute capability {capability}, {gpu.n_sm} SMs, CuPy "
-                 f"{cupy.__version__}", "a GPU and CuPy are there", put, get)
+                 f"{cupy.__version__}, NVRTC {version}", "a GPU and CuPy are there",
+                 f"nvrtc-{version}", put, get, load.on_gpu)

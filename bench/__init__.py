@@ -1,0 +1,1 @@
+"""Measurements of dashcupy and its peers; see ``README.md`` in this folder."""
