@@ -10,6 +10,8 @@
 // Nothing hangs. A step is computed when the parts of the step before it have gone to the writers,
 // a part is added when it is computed and its turn has come: the machine of dashcupy/simulate.py
 // with slots = 0 does less at a time, in the same order, and does not hang.
+//
+// DC_UNORDERED: as in bwd_sm90_dq.cuh.
 template <int I>
 DC_FN void write_dq(SharedStorage& smem, const BackwardParams& params) {
   constexpr int N_PART = I < PANELS_OF_1 ? 2 : 1;  // consumers that have such a panel
@@ -23,7 +25,8 @@ DC_FN void write_dq(SharedStorage& smem, const BackwardParams& params) {
     for (int i = 0; i < batch.count; ++i, ++t) {
       const Step step = batch.steps[i];
       u32* semaphore = params.dq_semaphore + i64(step.tile_index) * DC_SEMAPHORE_STRIDE + I;
-      if (step.ticket > 0)
+      const bool is_first = !DC_UNORDERED && step.ticket == 0;
+      if (!DC_UNORDERED && !is_first)
         turnstile_wait_bulk(
             semaphore, Turn{step.tile_index / ceil_div(params.q_len, Q_TILE), batch.row0 / KV_TILE,
                             step.q_tile, step.ticket}, params.report);
@@ -36,7 +39,7 @@ DC_FN void write_dq(SharedStorage& smem, const BackwardParams& params) {
         const u32 dq = smem_address(smem.dq[w][dq_slot(I)]);
         mbarrier_wait(smem_address(&barriers.dq_full[I][w]), full_parity(t));
         fence_async_smem();  // stored by the consumer: else the copy may read old bytes
-        if (step.ticket == 0)
+        if (is_first)
           bulk_store(sum + w * (PANELS_OF_0 * Q_TILE * 64), dq, DQ_PANEL_BYTES);
         else
           bulk_add_f32(sum + w * (PANELS_OF_0 * Q_TILE * 64), dq, DQ_PANEL_BYTES);
@@ -48,7 +51,7 @@ DC_FN void write_dq(SharedStorage& smem, const BackwardParams& params) {
       }
       bulk_wait<0>();
       mbarrier_arrive(smem_address(&barriers.dq_empty[N_PART - 1][dq_slot(I)]));
-      if (batch.not_final >> i & 1) turnstile_release(semaphore);
+      if (!DC_UNORDERED && (batch.not_final >> i & 1)) turnstile_release(semaphore);
     }
     mbarrier_arrive(smem_address(&barriers.batch_empty[n % N_BATCH]));
   }

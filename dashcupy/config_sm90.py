@@ -103,6 +103,7 @@ _BACKWARD_LOOPS = (
                  "two warpgroups hold 128 columns of dk and dv each in registers"),
 )
 _BACKWARD_HEAD_DIMS = (72, 256)  # least and most
+BACKWARD_KERNELS = tuple(dict.fromkeys(loop.kernel for loop in _BACKWARD_LOOPS))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from . import plan_sm90, schedules
 from .config import BackwardConfig, Config, Target, choose_config, uses_tensor_maps
-from .config_sm90 import ForwardSm90Config
+from .config_sm90 import BACKWARD_KERNELS, ForwardSm90Config
 from .errors import UnsupportedError
 from .plan_backward import backward_kernels, backward_workspace
 from .plan_parts import KernelPlan, Region, pairs, shared_defines
@@ -22,8 +22,6 @@ DIRECTIONS = ("forward", "backward")
 _INT_MAX = 2**31 - 1
 # Every CTA takes one number from the work counter that stands for no work, the last of all.
 _MAX_WORKS = 2**31 - 2**16
-# The most kv tiles of a wide head with the full mask for which "auto" may take teams.
-_WIDE_TEAM_TILES = 128
 # Lengths stay far enough below 2**31 that tile and mask arithmetic in 32 bits cannot overflow.
 _MAX_LEN = 2**30
 
@@ -131,7 +129,7 @@ def make_plan(problem: Problem, direction: str, target: Target, schedule: str = 
     config = choose_config(problem, direction, target)
     shape = _shape(problem, config)
     # A wrong name is refused for the forward too.
-    chosen = schedules.resolve(schedule, shape, teams=_profits_from_teams(config, shape))
+    chosen = schedules.resolve(schedule, shape, config.kernel)
     chosen = chosen if direction == "backward" else None
     _check_order(chosen, config)
     name = chosen.NAME if chosen else None
@@ -150,14 +148,6 @@ def make_plan(problem: Problem, direction: str, target: Target, schedule: str = 
     return Plan(direction, problem, target, config, schedule if chosen else None, name, aligned,
                 debug, kernels, workspace, end, _cleared(kernels, debug), team_size,
                 _fingerprint(problem, direction, target, config, name))
-
-
-def _profits_from_teams(config: Config, shape: Shape) -> bool:
-    # q, dout and dq_accum of long wide heads do not fit into L2: with the full mask their CTAs
-    # should walk over the q tiles together, and not go each another way (bench/README.md).
-    if config.kernel == "bwd_sm90_wide":
-        return shape.causal or shape.n_kv <= _WIDE_TEAM_TILES
-    return config.kernel.startswith("bwd_sm90")
 
 
 def _shape(problem: Problem, config: Config) -> Shape:
@@ -181,11 +171,12 @@ def _check_sizes(problem: Problem, shape: Shape, schedule: schedules.Schedule | 
 
 
 def _check_order(schedule: schedules.Schedule | None, config: Config) -> None:
-    if schedule is None or schedule.DETERMINISTIC or config.kernel == "bwd_sm90":
+    if schedule is None or schedule.DETERMINISTIC or config.kernel in BACKWARD_KERNELS:
         return
     raise UnsupportedError(
-        f"schedule={schedule.NAME!r} runs on bwd_sm90 only (compute capability 9.0), and this "
-        f"problem is for {config.kernel}; use 'auto', or one of {', '.join(schedules.names())}")
+        f"schedule={schedule.NAME!r} runs on the Hopper backwards only (compute capability 9.0; "
+        f"{', '.join(BACKWARD_KERNELS)}), and this problem is for {config.kernel}; use "
+        f"'auto', or one of {', '.join(schedules.names())}")
 
 
 def _forward_kernels(problem: Problem, config: Config, shape: Shape, aligned: bool,

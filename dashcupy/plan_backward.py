@@ -28,7 +28,7 @@ def backward_kernels(problem: Problem, config: BackwardConfig, shape: Shape,
     debug
         Whether waits are bounded and reported.
     """
-    is_sm90 = config.kernel.startswith("bwd_sm90")
+    is_sm90 = config.kernel in config_sm90.BACKWARD_KERNELS
     shared = shared_defines(problem, config, "backward") | {
         "DC_ALIGNED": int(aligned), "DC_SEMAPHORE_STRIDE": SEMAPHORE_STRIDE}
     if is_sm90:
@@ -71,7 +71,7 @@ def backward_workspace(problem: Problem, config: BackwardConfig, shape: Shape,
     n_tile = problem.batch * problem.n_q_head * shape.n_q
     n_row = n_tile * config.q_tile
     rows = "[batch, n_q_head, padded q_len]"
-    if config.kernel.startswith("bwd_sm90"):
+    if config.kernel in config_sm90.BACKWARD_KERNELS:
         wanted = {"lse_log2": (config_sm90.ROW_VALUE_BYTES * n_row,
                                f"bfloat16 {rows}[8]: -lse / scale and -delta in three parts each")}
     else:

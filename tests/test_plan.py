@@ -116,7 +116,8 @@ def test_the_hopper_backward_keeps_its_heads_in_l2():
 @pytest.mark.parametrize("target", ["cpu", B200])
 def test_unordered_is_refused_where_no_kernel_has_it(target):
     """Running some order instead would measure the wrong thing."""
-    with pytest.raises(UnsupportedError, match="'unordered' runs on bwd_sm90 only .* use 'auto'"):
+    message = "'unordered' runs on the Hopper backwards only .* use 'auto'"
+    with pytest.raises(UnsupportedError, match=message):
         make_plan(problem(), "backward", target, "unordered")
 
 

@@ -189,5 +189,7 @@ def test_auto_needs_a_team_only_where_it_may(n_kv):
         shape = Shape.from_counts(n_kv, n_kv, causal)
         assert schedules.resolve("auto", shape).NAME == alone
         assert schedules.get(alone).team_size(shape) == 1
-        assert schedules.resolve("auto", shape, teams=True).NAME == (
+        assert schedules.resolve("auto", shape, "bwd_sm90").NAME == (
             together if n_kv >= 8 else alone)
+        assert schedules.resolve("auto", shape, "bwd_sm90_wide").NAME == (
+            together if n_kv >= 8 and (causal or n_kv <= 128) else alone)

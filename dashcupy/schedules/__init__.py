@@ -53,21 +53,21 @@ def supports(name: str, mask: str) -> bool:
     return mask.removesuffix("_top_left") in get(name).MASKS
 
 
-def resolve(name: str, shape: Shape, teams: bool = False) -> Schedule:
+def resolve(name: str, shape: Shape, kernel: str = "") -> Schedule:
     """The schedule that a request names, ``"auto"`` included, checked against the mask.
 
     Parameters
     ----------
     name, shape
-    teams
-        Whether ``"auto"`` may mean one whose works wait for one another.
+    kernel
+        Which kernel runs it: ``"auto"`` depends on it.
 
     Raises
     ------
     InvalidInputError
         The name is unknown, or the schedule is not defined for the mask of the shape.
     """
-    schedule = get(auto(shape, teams) if name == "auto" else name)
+    schedule = get(auto(shape, kernel) if name == "auto" else name)
     mask = "causal" if shape.causal else "full"
     if mask not in schedule.MASKS:
         others = ", ".join(repr(other) for other in names() if supports(other, mask))

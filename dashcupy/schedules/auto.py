@@ -6,28 +6,36 @@ from .shape import Shape
 
 # Heads with fewer kv tiles gain nothing from a team: measured on an H200 (bench/README.md).
 _LEAST_TEAM_TILES = 8
+# The most kv tiles of a wide head, with the full mask, for which a team is still the fastest.
+_MOST_WIDE_TEAM_TILES = 128
 
 
-def auto(shape: Shape, teams: bool = False) -> str:
+def auto(shape: Shape, kernel: str = "") -> str:
     """Name of the schedule for a shape: a pure function, so that "auto" keeps its bits.
 
     Parameters
     ----------
     shape
-    teams
-        Whether the kernel is one that teams make faster: those of Hopper.
+    kernel
+        Which kernel runs it: those of Hopper have preferences of their own.
 
     Notes
     -----
-    Without teams only launch-ordered schedules (``team_size`` 1) come into question: they cannot
-    hang, however few CTAs are resident, and need no cooperative launch.
+    Launch-ordered schedules (``team_size`` 1) cannot hang, however few CTAs are resident, and need
+    no cooperative launch.
 
     * causal: ``descending`` starts the long kv tiles first, so that no CTA is left alone with a
-      long one, and its kv tiles leave the last q tile one after another, each one step later. With
-      teams ``symmetric_shift``, whose kv tiles never meet.
+      long one, and its kv tiles leave the last q tile one after another, each one step later.
     * full: ``ascending``; all kv tiles are equally long, so the order of works is all the same.
-      With teams ``shift``.
+    * ``bwd_sm90``: teams, ``symmetric_shift`` and ``shift``, whose kv tiles never meet.
+    * ``bwd_sm90_wide``: teams too, but for long heads with the full mask: q, dout and dq_accum of
+      two do not fit L2, and CTAs that walk over the q tiles together read each but once.
     """
-    if teams and shape.num_active_kv_tiles() >= _LEAST_TEAM_TILES:
+    n_kv = shape.num_active_kv_tiles()
+    if kernel == "bwd_sm90" and n_kv >= _LEAST_TEAM_TILES:
         return "symmetric_shift" if shape.causal else "shift"
+    if kernel == "bwd_sm90_wide" and n_kv >= _LEAST_TEAM_TILES:
+        if shape.causal:
+            return "symmetric_shift"
+        return "shift" if n_kv <= _MOST_WIDE_TEAM_TILES else "ascending"
     return "descending" if shape.causal else "ascending"
