@@ -8,6 +8,7 @@ A plan of new lengths comes on top the first time that a call meets them; it nee
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import statistics
 import time
@@ -25,6 +26,9 @@ from . import harness, timing
 SHAPE = (1, 128, 2, 64)  # batch, len, heads, head_dim
 CALLS_A_ROUND = 50
 GOAL_US = 60
+DIFFERENTIABLE = "differentiable, forward + backward"
+DIFFERENTIABLE_GOAL_US = 100
+AROUND_NOTHING = "differentiable, nothing computed"
 
 
 def torch_arrays() -> tuple[list, Callable[[], None], Callable]:
@@ -62,6 +66,35 @@ def calls(arrays: list, make_workspace: Callable) -> dict[str, Callable[[], obje
     }
 
 
+def differentiable(arrays: list) -> dict[str, Callable[[], object]]:
+    """`dashcupy.torch.attention` and the gradients of all three inputs, through autograd."""
+    import torch
+
+    from dashcupy.torch import attention
+
+    *inputs, dout = arrays
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    return {DIFFERENTIABLE: lambda: torch.autograd.grad(attention(*inputs), inputs, dout)}
+
+
+def around_nothing(rounds: int) -> list[dict]:
+    """What PyTorch and the layer for it take alone: the same on the CPU, with nothing computed."""
+    import torch
+
+    from dashcupy import call
+
+    arrays = list(torch.randn(4, *SHAPE))
+    batch, length, heads, _ = SHAPE
+    shapes = {"forward": (SHAPE, (batch, heads, length)), "backward": (SHAPE,) * 3}
+    run = call.run
+    call.run = lambda direction, *_, **options: tuple(map(torch.empty, shapes[direction]))
+    try:
+        call_nothing = differentiable(arrays)[DIFFERENTIABLE]
+        return report("torch", {AROUND_NOTHING: call_nothing}, lambda: None, rounds)
+    finally:
+        call.run = run
+
+
 def microseconds(call: Callable[[], object], wait: Callable[[], None],
                  rounds: int) -> tuple[float, float]:
     """Least and median time of a call."""
@@ -89,8 +122,9 @@ def report(framework: str, functions: dict[str, Callable[[], object]], wait: Cal
     records = []
     for name, call in functions.items():
         least, median = microseconds(call, wait, rounds)
-        print(f"{framework:6} {name:30} least {least:6.1f}  median {median:6.1f} us"
-              f"{'' if least < GOAL_US else f'  (goal: {GOAL_US})'}", flush=True)
+        goal = DIFFERENTIABLE_GOAL_US if name == DIFFERENTIABLE else GOAL_US
+        print(f"{framework:6} {name:34} least {least:6.1f}  median {median:6.1f} us"
+              f"{'' if least < goal else f'  (goal: {goal})'}", flush=True)
         records.append({"framework": framework, "call": name, "least_us": round(least, 2),
                         "median_us": round(median, 2)})
     return records
@@ -107,9 +141,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     chosen = [name for name in options.framework or ARRAYS if name != "none"]
     records = report("any", new_plans(), lambda: None, options.rounds)
+    if importlib.util.find_spec("torch"):
+        records += around_nothing(options.rounds)
     for framework in chosen:
         arrays, wait, make_workspace = ARRAYS[framework]()
-        records += report(framework, calls(arrays, make_workspace), wait, options.rounds)
+        functions = calls(arrays, make_workspace)
+        if framework == "torch":
+            functions |= differentiable(arrays)
+        records += report(framework, functions, wait, options.rounds)
     if options.json:
         machine = timing.environment() if chosen else {}
         lines = json.dumps(machine | {"calls": records}, indent=1)

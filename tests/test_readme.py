@@ -13,6 +13,7 @@ README = (ROOT / "README.md").read_text()
 CHECK_COMMAND = "python -m pip install -e . && python -m dashcupy check"
 TEST_COMMAND = 'python -m pip install -e ".[test]" && python -m pytest'
 FRAMEWORKS = ("cupy", "torch", "jax")
+ON_GPU = ("cupy", "jax")
 
 
 def _snippets() -> list[str]:
@@ -34,7 +35,7 @@ def test_cpu_snippets_run_one_after_another():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", ON_GPU)
 def test_gpu_snippet_runs(framework):
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
@@ -53,6 +54,17 @@ def _run_snippet_of(framework: str) -> None:
     exec(compile(snippet, "README.md", "exec"), names)
     assert type(names["dq"]) is type(names["q"])
     assert names["dq"].shape == names["q"].shape
+
+
+@pytest.mark.parametrize("needed", ["dashcupy.torch import attention", "transformers"])
+def test_torch_snippet_runs(needed):
+    for module in ("torch", "transformers"):
+        pytest.importorskip(module, reason=f"{module} is not installed")
+    snippet, = (text for text in _snippets() if _framework(text) == "torch" and needed in text)
+    names: dict = {}
+    exec(compile(snippet, "README.md", "exec"), names)
+    learned = names["model"].parameters() if "model" in names else (names[x] for x in "qkv")
+    assert all(bool(x.grad.isfinite().all()) for x in learned)
 
 
 def test_commands_stand_in_the_readme_and_ci_runs_the_same_tests():

@@ -1,0 +1,218 @@
+"""Attention and its backward as operators of torch: kernels, shapes for tracing, autograd, vmap."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+
+from .. import call, schedules
+from ..errors import InvalidInputError, UnsupportedError
+from ..layout import Layout
+from ..problem import CAUSAL_ARGUMENT, Problem, lse_dtype
+
+# Every operator by its name, with the arrays it takes. Packed ones hold k and v, or all three,
+# side by side on axis 2, and so does their gradient: slices of it would be copied by autograd.
+ARRAYS = {"attention": ("q", "k", "v"), "attention_kvpacked": ("q", "kv"),
+          "attention_qkvpacked": ("qkv",)}
+_OPTIONS = "str mask, float? scale, str schedule"
+_CAUSAL = {mask: causal for causal, mask in reversed(CAUSAL_ARGUMENT.items())}
+
+# By name, and each with "_backward" after it; torch.ops takes a microsecond to find one.
+OPERATORS: dict[str, torch._ops.OpOverload] = {}
+
+# What it defines goes with it, so it lives as long as this module. Not the decorator
+# torch.library.custom_op: its general checks and autograd cost another 20 us (cuda_src/README.md).
+_LIBRARY = torch.library.Library("dashcupy", "DEF")
+
+
+@functools.cache
+def is_deterministic(schedule: str, mask: str) -> bool:
+    """Whether the schedule gives equal bits in every run.
+
+    Raises
+    ------
+    InvalidInputError
+        The schedule is unknown, or not defined for the mask.
+    """
+    shape = schedules.Shape.from_counts(1, 1, mask != "full")
+    return schedules.resolve(schedule, shape).DETERMINISTIC
+
+
+def _require_allowed(schedule: str, mask: str) -> None:
+    """Refuse a schedule that torch.use_deterministic_algorithms, as set now, forbids."""
+    if is_deterministic(schedule, mask) or not torch.are_deterministic_algorithms_enabled():
+        return
+    message = (f"schedule={schedule!r} is not deterministic, and "
+               f"torch.use_deterministic_algorithms(True) is set: use another, such as 'auto'")
+    if not torch.is_deterministic_algorithms_warn_only_enabled():
+        raise UnsupportedError(message)
+    warnings.warn(message, stacklevel=2)
+
+
+def _split(arrays: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """q, k and v, whatever is packed."""
+    if len(arrays) == 3:
+        return tuple(arrays)
+    *first, packed = arrays
+    n_packed = 3 - len(first)
+    if packed.dim() != 5 or packed.shape[2] != n_packed:
+        name = "qkv"[-n_packed:]
+        raise InvalidInputError(f"{name} has shape {tuple(packed.shape)}, expected [batch, len, "
+                                f"{n_packed}, heads, head_dim]: {', '.join(name)} side by side")
+    return (*first, *packed.unbind(2))
+
+
+def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
+    """A tensor whose last axis the kernels can read, a copy only if need be."""
+    return x.contiguous() if x.is_cuda and x.dim() and x.stride(-1) != 1 else x
+
+
+def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    *arrays, mask, scale, schedule = arguments
+    _require_allowed(schedule, mask)
+    return call.run("forward", _split(arrays), (None, None), causal=_CAUSAL[mask], scale=scale)
+
+
+def _backward(dout: torch.Tensor, *arguments: Any) -> Any:
+    *arrays, out, lse, mask, scale, schedule = arguments
+    _require_allowed(schedule, mask)
+    grads, parts = (), (None, None, None)
+    if len(arrays) < 3:
+        grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in arrays)
+        parts = _split(grads)
+    # The gradient of a sum has stride 0, that of an imaginary part a flag instead of its sign.
+    dout = contiguous_rows(dout.resolve_neg() if dout.is_neg() else dout)
+    results = call.run("backward", (*_split(arrays), out, dout, lse), parts,
+                       causal=_CAUSAL[mask], scale=scale, schedule=schedule)
+    return _unwrapped(grads or results)
+
+
+def _unwrapped(grads: tuple[torch.Tensor, ...]) -> Any:
+    return grads[0] if len(grads) == 1 else grads
+
+
+def _fake_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    *arrays, mask, scale, schedule = arguments
+    is_deterministic(schedule, mask)
+    q, k, v = _split(arrays)
+    if not q.device == k.device == v.device:
+        raise InvalidInputError(f"q is on {q.device}, k on {k.device} and v on {v.device}: all "
+                                f"must be on one device; move them")
+    layouts = {name: Layout(x.shape, None, str(x.dtype).removeprefix("torch."))
+               for name, x in zip("qkv", (q, k, v))}
+    # Not the default scale, a root of a size that may be symbolic.
+    problem = Problem.from_arrays(layouts, mask, 1.0 if scale is None else scale)
+    batch, q_len, n_q_head, _ = q.shape
+    return (q.new_empty(q.shape), q.new_empty(
+        (batch, n_q_head, q_len), dtype=getattr(torch, lse_dtype(problem.dtype))))
+
+
+def _fake_backward(dout: torch.Tensor, *arguments: Any) -> Any:
+    arrays = arguments[:-5]
+    return _unwrapped(tuple(x.new_empty(x.shape) for x in arrays))
+
+
+class _Attention(torch.autograd.Function):
+    """An operator of ``ARRAYS`` that autograd has recorded."""
+
+    @staticmethod
+    def forward(ctx, name, *arguments):
+        *arrays, mask, scale, schedule = arguments
+        output = _inside_function(name, arguments)
+        ctx.name, ctx.options = name, (mask, scale, schedule)
+        ctx.save_for_backward(*arrays, *output)
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # no zeros for lse
+        return output
+
+    @staticmethod
+    def backward(ctx, dout, _):
+        if dout is None:
+            return (None,) * len(ctx.needs_input_grad)
+        grads = OPERATORS[f"{ctx.name}_backward"](dout, *ctx.saved_tensors, *ctx.options)
+        grads = (grads,) if isinstance(grads, torch.Tensor) else grads
+        return (None, *(grad if needed else None for grad, needed
+                        in zip(grads, ctx.needs_input_grad[1:])), None, None, None)
+
+
+class _Backward(torch.autograd.Function):
+    """The operator of a backward, recorded so that it can say that it has no derivative."""
+
+    @staticmethod
+    def forward(ctx, name, *arguments):
+        return _inside_function(name, arguments)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise UnsupportedError("attention has no second derivatives: give create_graph=True only "
+                               "where the gradients themselves are not differentiated, or use "
+                               "PyTorch's math attention (torch.nn.attention.sdpa_kernel)")
+
+
+def _inside_function(name: str, arguments: Sequence[Any]) -> Any:
+    """What is recorded; a transform of torch.func around the one that records does so too."""
+    if not torch._C._are_functorch_transforms_active():
+        return _below_autograd(name, arguments)
+    with torch.enable_grad():  # off inside a Function
+        return _below_autograd(name, arguments)
+
+
+def _below_autograd(name: str, arguments: Sequence[Any]) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return OPERATORS[name](*arguments)
+
+
+def _recorded(function: type[torch.autograd.Function], name: str, *arguments: Any) -> Any:
+    """What the operator does where autograd may be on."""
+    forward_mode = forward_ad._current_level >= 0
+    if not forward_mode and not torch.is_grad_enabled():
+        return _below_autograd(name, arguments)
+    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+    if forward_mode and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise UnsupportedError("attention has no forward-mode derivative (jvp): use reverse mode "
+                               "(torch.func.vjp, grad, jacrev, or backward())")
+    if not (torch.is_grad_enabled() and any([x.requires_grad for x in tensors])):
+        return _below_autograd(name, arguments)
+    if not torch._C._are_functorch_transforms_active():
+        return function.apply(name, *arguments)
+    # The operator was dispatched to one transform already; Function.apply would start again.
+    with enable_single_level_autograd_function():
+        return super(torch.autograd.Function, function).apply(name, *arguments)
+
+
+def _vmapped(name: str, info: Any, dims: tuple, *arguments: Any) -> tuple[Any, Any]:
+    """Under torch.vmap: the new axis joins the batch, on which no bits depend."""
+    tensors = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(arguments, dims)
+               if isinstance(x, torch.Tensor)]
+    folded = [(x.unsqueeze(0).expand(info.batch_size, *x.shape) if dim is None else x)
+              .flatten(0, 1) for x, dim in zip(tensors, dims)]
+    results = OPERATORS[name](*folded, *arguments[len(tensors):])
+    if isinstance(results, torch.Tensor):
+        return results.unflatten(0, (info.batch_size, -1)), 0
+    return tuple(x.unflatten(0, (info.batch_size, -1)) for x in results), (0,) * len(results)
+
+
+def _define(name: str, tensors: Sequence[str], n_results: int, kernel: Any, fake: Any,
+            function: type[torch.autograd.Function]) -> None:
+    """Make one operator known to torch."""
+    results = ", ".join(["Tensor"] * n_results)
+    arguments = ", ".join([*(f"Tensor {tensor}" for tensor in tensors), _OPTIONS])
+    _LIBRARY.define(f"{name}({arguments}) -> ({results})")
+    OPERATORS[name] = getattr(torch.ops.dashcupy, name).default
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, functools.partial(_recorded, function, name), "Autograd")
+    torch.library.register_fake(f"dashcupy::{name}", fake, lib=_LIBRARY)
+    torch.library.register_vmap(f"dashcupy::{name}", functools.partial(_vmapped, name),
+                                lib=_LIBRARY)
+
+
+for _name, _arrays in ARRAYS.items():
+    _define(_name, _arrays, 2, _forward, _fake_forward, _Attention)
+    _define(f"{_name}_backward", ("dout", *_arrays, "out", "lse"), len(_arrays), _backward,
+            _fake_backward, _Backward)
