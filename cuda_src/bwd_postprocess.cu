@@ -1,25 +1,25 @@
-// After a Hopper backward: dq = scale * dq_accum, rounded to elements. One CTA per q tile of a q
-// head; one that no kv tile contributes to has its zeros from bwd_preprocess.
+// After the Hopper backwards: dq = scale * dq_accum, rounded to elements. One CTA per q tile of a
+// q head; one that no kv tile contributes to has its zeros from bwd_preprocess.
 //
 // Rows that see no key are 0, whatever keys that other rows of their tile see left in dq_accum
 // (0 * NaN).
 //
-// dq_accum lies in the order of the accumulators, 64 columns after 64 (bwd_sm90_layout.cuh): two
-// columns of a row are together, so a tile goes through shared memory to become whole rows.
+// dq_accum lies in the order of the accumulators, 64 columns after 64 (bwd_sm90_layout.cuh,
+// bwd_sm90_d64_layout.cuh): two columns of a row are together, so a tile goes through shared memory
+// to become whole rows.
 #include "params.cuh"
 #include "schedules/shape.cuh"
 #include "tile/mask.cuh"
 #include "tile/smem_tile.cuh"
 
 constexpr int N_THREAD = 256;
-constexpr int Q_TILE = DC_Q_TILE, HEAD_DIM = DC_HEAD_DIM_PAD;
-constexpr int N_PANEL = HEAD_DIM / 64;
-static_assert(Q_TILE == 64 && HEAD_DIM % 64 == 0, "the accumulators of a warpgroup");
+constexpr int Q_TILE = DC_Q_TILE, HEAD_DIM_PAD = DC_HEAD_DIM_PAD;
+static_assert(Q_TILE == 64 && HEAD_DIM_PAD % 64 == 0, "the accumulators of a warpgroup");
 static_assert(DC_PARAMS_BYTES == sizeof(BackwardParams), "params.py packs another struct");
 
 extern "C" __global__ void __launch_bounds__(N_THREAD)
     bwd_postprocess(const __grid_constant__ BackwardParams params) {
-  __shared__ __align__(16) SmemTile<Q_TILE, HEAD_DIM> tile;
+  __shared__ __align__(16) SmemTile<Q_TILE, HEAD_DIM_PAD> tile;
   const schedule::Shape shape =
       schedule::make_shape(params.q_len, params.kv_len, params.mask_offset);
   const int q_tile = blockIdx.x % shape.n_q, sequence = blockIdx.x / shape.n_q;
@@ -29,10 +29,10 @@ extern "C" __global__ void __launch_bounds__(N_THREAD)
   const int first_row =
       Mask{params.q_len, params.kv_len, params.mask_offset}.first_row() - q_tile * Q_TILE;
   const float4* sum = reinterpret_cast<const float4*>(params.dq_accum) +
-                      i64(blockIdx.x) * (Q_TILE * HEAD_DIM / 4) + t;
-  for (int panel = threadIdx.x / 128; panel < N_PANEL; panel += N_THREAD / 128)
+                      i64(blockIdx.x) * (Q_TILE * HEAD_DIM_PAD / 4) + t;
+  for (int half = threadIdx.x / 128; half < HEAD_DIM_PAD / 32; half += N_THREAD / 128)
 #pragma unroll
-    for (int j = 8 * panel; j < 8 * panel + 8; ++j) {
+    for (int j = 4 * half; j < 4 * half + 4; ++j) {
       const float4 four = sum[j * 128];
       const u32 pair = pack(four.x * params.scale, four.y * params.scale);
       const u32 pair_8 = pack(four.z * params.scale, four.w * params.scale);

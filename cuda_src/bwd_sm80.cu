@@ -221,8 +221,7 @@ DC_FN void visit_kv_tile(SharedStorage& smem, const BackwardParams& params, int 
     }
     if (threadIdx.x == TURN_WAITER && !granted) {
       const Step step = smem.steps[t % STEP_RING];
-      const Turn turn{step.tile / ceil_div(params.q_len, Q_TILE), kv.tile, step.row0 / Q_TILE,
-                      step.ticket};
+      const Turn turn{step.tile, kv.tile, step.row0 / Q_TILE, step.ticket};
       turnstile_wait(semaphore_of(t), turn, params.report);
     }
     __syncthreads();  // [written]

@@ -125,9 +125,8 @@ def attention_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *,
         Scratch memory on the GPU: uint8, one axis, contiguous, at least
         ``attention_plan(...).workspace_bytes`` long, any contents. Only a CUDA graph that is
         captured from CuPy arrays needs it: CuPy's pool would hand the memory out again. Copies
-        that compute capability 9.0 needs at head_dim 72 to 256, as in `attention`, come on top if
-        dout, out or the gradients are the reason, which the plan does not see: an error says how
-        much.
+        that compute capability 9.0 needs, as in `attention`, come on top if dout, out or the
+        gradients are the reason, which the plan does not see: an error says how much.
 
     Returns
     -------

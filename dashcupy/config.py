@@ -96,7 +96,8 @@ class BackwardConfig:
     Parameters
     ----------
     kernel
-        ``"bwd_sm80"``, ``"bwd_sm90"``, ``"bwd_sm90_wide"``, or ``"cpu"`` for the NumPy backend.
+        ``"bwd_sm80"``, ``"bwd_sm90"``, ``"bwd_sm90_d64"``, ``"bwd_sm90_wide"``, or ``"cpu"`` for
+        the NumPy backend.
     q_stages, do_stages
         Tiles of q, and of dout, in flight; 0 on the CPU.
     """

@@ -15,8 +15,8 @@ _SMEM_ALIGNMENT = 1024
 # Scales for which lse / scale, and what hides a key, stay inside float32 (tile/row_values.cuh).
 BACKWARD_SCALES = (2.0**-20, 2.0**20)
 _BATCH_STEPS, _N_BATCH = 8, 4
+_BATCHES_BYTES = _N_BATCH * (16 * _BATCH_STEPS + 4 * 12)
 ROW_VALUE_BYTES = 16
-_BACKWARD_CONSUMERS = 2
 
 # By columns of a tile: (kv_tile, consumer warpgroups, stages of k and of v, stages of q,
 # exponentials that run before P v of the tile before is waited for, reason).
@@ -47,17 +47,18 @@ class BackwardLoop:
     Parameters
     ----------
     kernel
-        ``"bwd_sm90"`` (a warpgroup has half of the keys of a kv tile) or ``"bwd_sm90_wide"`` (it
-        has half of the columns).
+        ``"bwd_sm90_d64"``, ``"bwd_sm90"`` or ``"bwd_sm90_wide"``.
     head_dim_pad
         Columns in the products; those from ``head_dim`` on are zeros.
     q_tile, kv_tile
         Rows of a tile.
+    n_warp
+        Warps of a CTA.
     q_stages, do_stages
         Tiles of q, and of dout, in shared memory.
     dq_slots
-        Parts of dq in shared memory: of ``bwd_sm90`` q tiles, for each dq writer; of
-        ``bwd_sm90_wide`` 64 columns of them, for each warpgroup.
+        Parts of dq in shared memory: of ``bwd_sm90`` q tiles, of ``bwd_sm90_wide`` 64 columns of
+        them for each of two warpgroups; ``bwd_sm90_d64`` has none.
     reason
         Why these.
     """
@@ -66,43 +67,48 @@ class BackwardLoop:
     head_dim_pad: int
     q_tile: int
     kv_tile: int
+    n_warp: int
     q_stages: int
     do_stages: int
     dq_slots: int
     reason: str
 
     @property
-    def n_warp(self) -> int:
-        """Warps of a CTA."""
-        return 4 * (1 + _BACKWARD_CONSUMERS)
-
-    @property
     def smem_bytes(self) -> int:
         """Shared memory of a CTA: SharedStorage of its layout."""
-        row_bytes, score_bytes = 2 * self.head_dim_pad, 2 * self.q_tile * self.kv_tile
-        tiles = (2 * self.kv_tile + (self.q_stages + self.do_stages) * self.q_tile) * row_bytes
-        if self.kernel == "bwd_sm90":  # dS twice; q and dout of a stage are handed back together
-            scores, dq_columns, barriers = 2, self.head_dim_pad, 3 * self.q_stages + 6
-        else:  # P and dS twice
-            scores, dq_columns = 4, _PANEL_COLUMNS
-            barriers = 2 * (self.q_stages + self.do_stages) + 6 + 2 * self.dq_slots
-        dq_parts = 2 * self.dq_slots * self.q_tile * dq_columns * 4
-        rows = self.q_stages * self.q_tile * ROW_VALUE_BYTES
-        batches = _N_BATCH * (16 * _BATCH_STEPS + 4 * 12)
-        barriers += 4 + 2 * _N_BATCH  # k and v, turns, batches
-        total = tiles + scores * score_bytes + dq_parts + rows + batches + 8 * barriers
+        q_bytes, kv_bytes = (2 * rows * self.head_dim_pad for rows in (self.q_tile, self.kv_tile))
+        score_bytes = 2 * self.q_tile * self.kv_tile
+        row_bytes = self.q_stages * self.q_tile * ROW_VALUE_BYTES
+        tiles = 2 * kv_bytes + (self.q_stages + self.do_stages) * q_bytes
+        if self.kernel == "bwd_sm90_d64":
+            # k and v again; lse and delta; P and dS of two warpgroups; dk and dv.
+            tiles += 2 * kv_bytes + self.q_stages * 2 * 4 * self.q_tile + 4 * score_bytes
+            tiles += 2 * kv_bytes
+            barriers = 2 * self.q_stages + 2 * 2 + 4 * 2
+        elif self.kernel == "bwd_sm90":
+            # dS twice; dq; row values.
+            tiles += 2 * score_bytes + self.dq_slots * 2 * q_bytes + row_bytes
+            barriers = 4 * self.q_stages + 3 + 2 * self.dq_slots
+        else:
+            # P and dS twice; dq; row values.
+            tiles += 4 * score_bytes + 2 * self.dq_slots * 4 * self.q_tile * _PANEL_COLUMNS
+            tiles += row_bytes
+            barriers = 2 * (self.q_stages + self.do_stages) + 2 + 3 + 4 + 2 * self.dq_slots
+        total = tiles + _BATCHES_BYTES + 8 * (barriers + 2 * _N_BATCH + 1)
         return -(-total // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
 
 
 _BACKWARD_LOOPS = (
-    BackwardLoop("bwd_sm90", 128, 64, 128, 2, 2, 1,
+    BackwardLoop("bwd_sm90_d64", 64, 64, 128, 16, 4, 4, 0,
+                 "two warpgroups take the steps in turn, a third holds dk and dv of all keys in "
+                 "registers"),
+    BackwardLoop("bwd_sm90", 128, 64, 128, 12, 2, 2, 2,
                  "two warpgroups hold dk and dv of 64 keys each in registers"),
-    BackwardLoop("bwd_sm90_wide", 192, 64, 64, 2, 1, 2,
+    BackwardLoop("bwd_sm90_wide", 192, 64, 64, 12, 2, 1, 2,
                  "two warpgroups hold 128 and 64 columns of dk and dv in registers"),
-    BackwardLoop("bwd_sm90_wide", 256, 64, 64, 2, 1, 1,
+    BackwardLoop("bwd_sm90_wide", 256, 64, 64, 12, 2, 1, 1,
                  "two warpgroups hold 128 columns of dk and dv each in registers"),
 )
-_BACKWARD_HEAD_DIMS = (72, 256)  # least and most
 BACKWARD_KERNELS = tuple(dict.fromkeys(loop.kernel for loop in _BACKWARD_LOOPS))
 
 
@@ -180,9 +186,12 @@ def forward_smem_bytes(kv_tile: int, n_consumer: int, pad: int, stages: int,
 
 
 def serves_backward(head_dim: int, scale: float) -> bool:
-    """Whether a Hopper backward has a loop for this head_dim, and row values for this scale."""
+    """Whether a Hopper backward can do a problem of a dtype that GPUs can do.
+
+    Those from head_dim 72 on take lse and delta as operands of a product, which limits the scale.
+    """
     least, most = BACKWARD_SCALES
-    return _BACKWARD_HEAD_DIMS[0] <= head_dim <= _BACKWARD_HEAD_DIMS[1] and least <= scale <= most
+    return head_dim <= 64 or head_dim <= MAX_HEAD_DIM and least <= scale <= most
 
 
 def backward_loop(head_dim: int) -> BackwardLoop:

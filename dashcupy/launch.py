@@ -216,8 +216,8 @@ def check_report(plan: Plan, report: np.ndarray) -> None:
     ----------
     plan
     report : ndarray of uint32
-        1 if somebody gave up, then head (batch * n_q_head + q_head), kv tile, q tile, expected
-        and seen ticket.
+        1 if somebody gave up, then q tile among those of all sequences and heads, kv tile, q
+        tile, expected and seen ticket.
 
     Raises
     ------
@@ -226,8 +226,8 @@ def check_report(plan: Plan, report: np.ndarray) -> None:
     """
     if not report[0]:
         return
-    head, kv_tile, q_tile, expected, seen = (int(word) for word in report[1:6])
-    batch, q_head = divmod(head, max(plan.problem.n_q_head, 1))
+    tile_index, kv_tile, q_tile, expected, seen = (int(word) for word in report[1:6])
+    batch, q_head = divmod(tile_index // plan.shape.n_q, plan.problem.n_q_head)
     raise HangError(
         f"schedule {plan.schedule!r}: kv tile {kv_tile} gave up waiting for its turn in the sum "
         f"of dq of q tile {q_tile} (batch {batch}, q head {q_head}): it waited for ticket "

@@ -301,12 +301,14 @@ def head_group(problem: Problem, config: BackwardConfig) -> int:
     Many heads at a time shorten the queue for each dq tile; few keep q, dout and dq_accum of the
     heads in flight inside L2. Measured on an H200 (bench/README.md): 16 heads at least, and up to
     2^17 rows with ``bwd_sm80``, whose CTAs wait for their turn; 2^14 with ``bwd_sm90``, whose dq
-    writers wait instead, and which outruns the memory behind L2. Rows of ``bwd_sm90_wide`` are
-    twice as long: one head is enough, or two, for two teams, with the causal mask.
+    writers wait instead, and which outruns the memory behind L2; 2^15 with ``bwd_sm90_d64``,
+    however few heads that are: a turn ends sooner when L2 holds the sum. Rows of
+    ``bwd_sm90_wide`` are twice as long: 2^14, of one head, or of two (for two teams) with the
+    causal mask.
     """
     n_head = problem.batch * problem.n_kv_head
-    rows = 2**17 if config.kernel == "bwd_sm80" else 2**14
-    least = 16 if config.kernel != "bwd_sm90_wide" else 2 if problem.causal else 1
+    rows, least = {"bwd_sm90": (2**14, 16), "bwd_sm90_d64": (2**15, 1),
+                   "bwd_sm90_wide": (2**14, 1 + problem.causal)}.get(config.kernel, (2**17, 16))
     return max(1, min(n_head, max(least, rows // max(problem.kv_len, 1))))
 
 

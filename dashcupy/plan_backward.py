@@ -32,7 +32,8 @@ def backward_kernels(problem: Problem, config: BackwardConfig, shape: Shape,
     shared = shared_defines(problem, config, "backward") | {
         "DC_ALIGNED": int(aligned), "DC_SEMAPHORE_STRIDE": SEMAPHORE_STRIDE}
     if is_sm90:
-        shared |= {"DC_ROW_VALUES": 1, "DC_UNORDERED": int(not schedule.DETERMINISTIC)}
+        shared |= {"DC_ROW_VALUES": int(_takes_row_values(config)),
+                   "DC_UNORDERED": int(not schedule.DETERMINISTIC)}
     n_tile = shape.n_q * problem.batch * problem.n_q_head
     n_work = schedules.total_work(schedule, shape, problem.batch * problem.n_kv_head)
     kernels: list[KernelPlan] = []
@@ -48,7 +49,7 @@ def backward_kernels(problem: Problem, config: BackwardConfig, shape: Shape,
         "DC_DEBUG": int(debug),
         "DC_SMEM_BYTES": config.smem_bytes,
     }
-    if config.kernel != "bwd_sm90":
+    if config.kernel in ("bwd_sm80", "bwd_sm90_wide"):
         defines |= {"DC_Q_STAGES": config.q_stages, "DC_DO_STAGES": config.do_stages}
     if config.kernel == "bwd_sm90_wide":
         defines["DC_DQ_SLOTS"] = config_sm90.backward_loop(problem.head_dim).dq_slots
@@ -71,7 +72,7 @@ def backward_workspace(problem: Problem, config: BackwardConfig, shape: Shape,
     n_tile = problem.batch * problem.n_q_head * shape.n_q
     n_row = n_tile * config.q_tile
     rows = "[batch, n_q_head, padded q_len]"
-    if config.kernel in config_sm90.BACKWARD_KERNELS:
+    if _takes_row_values(config):
         wanted = {"lse_log2": (config_sm90.ROW_VALUE_BYTES * n_row,
                                f"bfloat16 {rows}[8]: -lse / scale and -delta in three parts each")}
     else:
@@ -87,3 +88,8 @@ def backward_workspace(problem: Problem, config: BackwardConfig, shape: Shape,
     if debug:
         wanted["report"] = (4 * REPORT_WORDS, "uint32: who gave up waiting")
     return lay_out(wanted | plan_sm90.copies(problem, kernels))
+
+
+def _takes_row_values(config: BackwardConfig) -> bool:
+    """Whether lse and delta come as operands of a product (``tile/row_values.cuh``)."""
+    return config.kernel in ("bwd_sm90", "bwd_sm90_wide")

@@ -48,11 +48,15 @@ def names(gpu):
     ({"mask": "full"}, H200, "bwd_sm90"), ({"mask": "causal_top_left"}, H200, "bwd_sm90"),
     ({"scale": 2.0**-20}, H200, "bwd_sm90"), ({"scale": 2.0**20}, H200, "bwd_sm90"),
     ({"scale": 2.0**-20.01}, H200, "bwd_sm80"), ({"scale": 2.0**20.01}, H200, "bwd_sm80"),
-    ({"head_dim": 72}, H200, "bwd_sm90"), ({"head_dim": 64}, H200, "bwd_sm80"),
+    ({"head_dim": 120}, H200, "bwd_sm90"), ({"head_dim": 72}, H200, "bwd_sm90"),
     ({"head_dim": 136}, H200, "bwd_sm90_wide"), ({"head_dim": 256}, H200, "bwd_sm90_wide"),
+    ({"head_dim": 64}, H200, "bwd_sm90_d64"), ({"head_dim": 8}, H200, "bwd_sm90_d64"),
+    ({"head_dim": 64, "scale": 2.0**-126}, H200, "bwd_sm90_d64"),
+    ({"head_dim": 64, "scale": 2.0**126}, H200, "bwd_sm90_d64"),
+    ({"head_dim": 64}, (8, 0), "bwd_sm80"), ({"head_dim": 64}, (10, 0), "bwd_sm80"),
     ({}, (8, 0), "bwd_sm80"), ({}, (10, 0), "bwd_sm80"), ({}, (12, 0), "bwd_sm80")])
 def test_who_gets_the_kernel(changes, target, kernel):
-    """A head_dim that it has no loop for; a scale at which lse / scale leaves float32."""
+    """A head_dim that neither has a loop for; a scale at which lse / scale leaves float32."""
     plan = make_plan(problem(**changes), "backward", target)
     assert plan.config.kernel == kernel and kernel in [k.kernel for k in plan.kernels]
     assert f":{kernel}[" in plan.fingerprint
@@ -71,18 +75,22 @@ def test_the_choice_is_a_function_of_the_problem():
 
 
 def test_shared_memory_by_hand():
-    """SharedStorage of bwd_sm90_layout.cuh: all that a CTA may have, to the byte."""
+    """SharedStorage of the layouts: all that a CTA may have, to the byte."""
     k_v, q_dout, ds, dq, rows = 2 * 32768, 4 * 16384, 2 * 16384, 2 * 32768, 2 * 1024
     batches, barriers = 4 * 176, 24 * 8
     assert 226 * 1024 < k_v + q_dout + ds + dq + rows + batches + barriers <= 227 * 1024
-    config = choose_config(problem(), "backward", H200)
-    assert (config.q_tile, config.kv_tile, config.n_warp) == (64, 128, 12)
-    assert config.smem_bytes == 227 * 1024
+    k_v, q_dout, p_ds, dk_dv, rows = 4 * 16384, 8 * 8192, 4 * 16384, 2 * 16384, 8 * 256
+    barriers = 29 * 8
+    assert 226 * 1024 < k_v + q_dout + p_ds + dk_dv + rows + batches + barriers <= 227 * 1024
+    for head_dim, n_warp in ((128, 12), (64, 16), (8, 16)):
+        config = choose_config(problem(head_dim=head_dim), "backward", H200)
+        assert (config.q_tile, config.kv_tile, config.n_warp) == (64, 128, n_warp)
+        assert config.smem_bytes == 227 * 1024
 
     # The same of bwd_sm90_wide_layout.cuh at 256: two q tiles, one dout tile, P and dS twice, two
     # panels of dq.
     k_v, q_dout, scores, dq = 2 * 32768, 3 * 32768, 4 * 8192, 2 * 16384
-    used = k_v + q_dout + scores + dq + rows + batches + 26 * 8
+    used = k_v + q_dout + scores + dq + 2 * 1024 + batches + 26 * 8
     assert choose_config(problem(head_dim=256), "backward", H200).smem_bytes == \
         -(-used // 1024) * 1024
 
@@ -261,7 +269,7 @@ def test_debug_builds_report_who_was_stuck(gpu, monkeypatch):
     dashcupy.attention_backward(**arrays(dout=FakeArray(Q, "bfloat16", strides=(0, 0, 0, 1))))
     main = gpu.launches[-2]
     assert main.kernel == "bwd_sm90" and gpu.cleared == [(main.fields["report"], 32)]
-    gpu.report[:6] = 1, 13, 2, 4, 3, 1
+    gpu.report[:6] = 1, 13 * 5 + 4, 2, 4, 3, 1
     with pytest.raises(HangError, match=r"kv tile 2 .* q tile 4 \(batch 1, q head 5\).*ticket 3"):
         dashcupy.attention_backward(**arrays())
 

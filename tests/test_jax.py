@@ -308,7 +308,7 @@ class Foldable(FakeArray):
 
 
 @pytest.mark.parametrize("direction, kernels", [
-    ("forward", ["fwd_sm90"]), ("backward", ["bwd_preprocess", "bwd_sm80"])])
+    ("forward", ["fwd_sm90"]), ("backward", ["bwd_preprocess", "bwd_sm90_d64", "bwd_postprocess"])])
 def test_on_a_gpu_the_callback_enqueues_on_the_stream_of_xla(monkeypatch, direction, kernels):
     """Another stream or device would race with XLA's kernels; a copy would be lost."""
     q, k, lse = (3, 2, 200, 4, 64), (3, 2, 300, 2, 64), (3, 2, 4, 200)

@@ -17,7 +17,8 @@ Q, K, LSE = (2, 300, 8, 64), (2, 500, 2, 64), (2, 8, 300)
 
 @pytest.fixture
 def gpu(monkeypatch):
-    with fake_gpu(monkeypatch) as fake:
+    """A GPU that runs the portable kernels; Hopper's have tests of their own."""
+    with fake_gpu(monkeypatch, compute_capability=(8, 0)) as fake:
         yield fake
 
 
@@ -87,13 +88,13 @@ def test_grid_of_the_backward(monkeypatch, n_sm, per_sm, max_ctas, grid):
 
 def test_a_team_that_does_not_fit_is_refused(monkeypatch):
     """It would hang; the launch-ordered schedules run with a single CTA."""
-    with fake_gpu(monkeypatch, n_sm=3) as gpu:
+    with fake_gpu(monkeypatch, n_sm=3, compute_capability=(8, 0)) as gpu:
         with pytest.raises(UnsupportedError, match="needs 4 CTAs resident together.*only 3"):
             dashcupy.attention_backward(**backward_arrays(), schedule="shift")
         assert not gpu.launches
         dashcupy.attention_backward(**backward_arrays(), schedule="ascending")
         assert gpu.launches[1].grid == 3
-    with fake_gpu(monkeypatch, n_sm=4) as gpu:
+    with fake_gpu(monkeypatch, n_sm=4, compute_capability=(8, 0)) as gpu:
         dashcupy.attention_backward(**backward_arrays(), schedule="shift")
         assert [launch.cooperative for launch in gpu.launches] == [False, True]
 
@@ -176,7 +177,7 @@ def test_arrays_on_another_gpu(gpu):
 def test_launch_errors_name_the_launch(gpu):
     """The driver says a number; one needs kernel, grid and sizes to act."""
     gpu.codes = [701]
-    with pytest.raises(DeviceError, match=r"fwd_sm90 failed with error 701.*grid 32, \d+ threads, "
+    with pytest.raises(DeviceError, match=r"fwd_sm80 failed with error 701.*grid 48, \d+ threads, "
                                           r"\d+ bytes of dynamic shared memory, on Fake GPU 0"):
         dashcupy.attention(*forward_arrays())
 
@@ -245,8 +246,8 @@ def test_debug_builds_report_who_was_stuck(gpu, monkeypatch):
     monkeypatch.setenv("DASHCUPY_DEBUG", "1")
     dashcupy.attention_backward(**backward_arrays())
     assert gpu.cleared == [(gpu.launches[-1].fields["report"], 32)]
-    gpu.report[:6] = 1, 13, 2, 4, 3, 1
-    with pytest.raises(HangError, match=r"kv tile 2 .* q tile 4 \(batch 1, q head 5\).*ticket 3 "
+    gpu.report[:6] = 1, 13 * 3 + 2, 2, 2, 3, 1
+    with pytest.raises(HangError, match=r"kv tile 2 .* q tile 2 \(batch 1, q head 5\).*ticket 3 "
                                         r"and saw 1"):
         dashcupy.attention_backward(**backward_arrays())
 
@@ -303,7 +304,7 @@ def test_plan_of_gpu_arrays(gpu):
     """The plan tells what would run, and touches nothing."""
     q, k, v = forward_arrays()
     plan = dashcupy.attention_plan(q, k, v, schedule="ascending")
-    assert plan.target == (9, 0) and plan.schedule == "ascending" and plan.aligned
+    assert plan.target == (8, 0) and plan.schedule == "ascending" and plan.aligned
     assert not gpu.launches and not gpu.allocated
     with pytest.raises(InvalidInputError, match="last axis"):
         dashcupy.attention_plan(q, k, FakeArray(K, strides=(64000, 128, 1, 2)))

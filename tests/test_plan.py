@@ -111,6 +111,9 @@ def test_the_hopper_backward_keeps_its_heads_in_l2():
     rows = {target: head_group(asked, choose_config(asked, "backward", target)) * 2048
             for target in (B200, H200)}
     assert rows == {B200: 2**17, H200: 2**15}
+    for kv_len in (512, 1 << 14):
+        asked = problem(head_dim=64, batch=64, kv_len=kv_len)
+        assert head_group(asked, choose_config(asked, "backward", H200)) * kv_len == 2**15
 
 
 @pytest.mark.parametrize("target", ["cpu", B200])

@@ -36,6 +36,14 @@ DC_FN void st_cg(float4* p, float4 v) {
                : "memory");
 }
 
+// Four float32 additions in L2, each an element's own; subnormals count as 0 (sm_90).
+// PTX ISA: red with .v4, memory consistency model.
+DC_FN void red_add_v4(float4* p, float x, float y, float z, float w) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x),
+               "f"(y), "f"(z), "f"(w)
+               : "memory");
+}
+
 DC_FN void st_shared(u32 smem, u32 v) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem), "r"(v) : "memory");
 }
@@ -74,3 +82,5 @@ DC_FN u32 ld_shared(u32 smem) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(smem) : "memory");
   return v;
 }
+
+DC_FN float ld_shared_f32(u32 smem) { return __uint_as_float(ld_shared(smem)); }

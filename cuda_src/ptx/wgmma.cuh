@@ -45,13 +45,14 @@ DC_FN void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-// The four forms below, for one N:
+// The five forms below, for one N:
 //   wgmma_ss<A, B>(d, a, b)     d += a b, both from shared memory; A, B: K_MAJOR or MN_MAJOR
 //   wgmma_ss_first<A, B>(...)   d = a b: what was in d is not read, so its registers were free
 //   wgmma_rs<B>(d, a, b)        d += a b, a in four registers
+//   wgmma_rs_first<B>(d, a, b)  d = a b
 //   wgmma_rs_first_bf16<B>(...) d = a b, with bfloat16 elements in every build: for values that
 //                               float16 cannot hold
-// N follows from the length of d. The elements of the other three are those of the build.
+// N follows from the length of d. The elements of the other four are those of the build.
 #if DC_BF16
 #define DC_WGMMA_NAME(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 "
 #else
@@ -125,6 +126,13 @@ DC_FN void wgmma_wait() {
     asm volatile(DC_WGMMA_NAME(N) "{" DC_NAMES_##R "}, {" P0 ", " P1 ", " P2 ", " P3 "}, " P4 \
                  ", 1, 1, 1, " P5 ";" \
                  : DC_OPERANDS_##R(DC_ADD) \
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(B)); \
+  } \
+  template <int B> \
+  DC_FN void wgmma_rs_first(float (&d)[R], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) { \
+    asm volatile(DC_WGMMA_NAME(N) "{" DC_NAMES_##R "}, {" P0 ", " P1 ", " P2 ", " P3 "}, " P4 \
+                 ", 0, 1, 1, " P5 ";" \
+                 : DC_OPERANDS_##R(DC_SET) \
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(B)); \
   } \
   template <int B> \

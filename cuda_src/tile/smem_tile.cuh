@@ -40,7 +40,8 @@ DC_FN void store_8(Element* gmem, const u32 (&word)[4]) {
   *reinterpret_cast<uint4*>(gmem) = make_uint4(word[0], word[1], word[2], word[3]);
 #else
 #pragma unroll
-  for (int i = 0; i < 4; ++i) gmem[2 * i] = Element(word[i]), gmem[2 * i + 1] = Element(word[i] >> 16);
+  for (int i = 0; i < 4; ++i)
+    gmem[2 * i] = Element(word[i]), gmem[2 * i + 1] = Element(word[i] >> 16);
 #endif
 }
 

@@ -37,11 +37,21 @@
 //
 // What the bulk copy reads from shared memory was written by other threads through the generic
 // proxy: after their barrier the one thread needs fence.proxy.async for shared memory as well.
+//
+// With additions from the registers of several warps (bwd_sm90_d64) nothing leaves the generic
+// proxy, so no proxy fence is needed, and the two CTA barriers are mbarriers:
+//
+//   one thread:    turnstile_wait or _ready(t), then an arrival at `turn`
+//   four warps:    wait for `turn`: what the one thread acquired happened before this
+//                  store (t = 0) or red.add, relaxed: the turn is exclusive, so each element has
+//                  one addition after another in the order of the releases
+//                  an arrival at `dq_added` for each warp, after all its lanes have added
+//   the thread:    waits for `dq_added`, turnstile_release: cumulative over the arrivals
 #pragma once
 #include "ptx/memory.cuh"
 
 struct Turn {
-  int head, kv_tile, q_tile;  // who waits: for the report of a debug build
+  int tile_index, kv_tile, q_tile;  // who waits: for the report of a debug build
   u32 ticket;
 };
 
@@ -56,7 +66,7 @@ DC_FN void turnstile_wait(const u32* semaphore, const Turn& turn, u32* report) {
     if (ld_acquire(report) != 0) return;
     if (spin < (1u << 22)) continue;
     if (atomicCAS(report, 0u, 1u) == 0) {
-      report[1] = u32(turn.head);
+      report[1] = u32(turn.tile_index);
       report[2] = u32(turn.kv_tile);
       report[3] = u32(turn.q_tile);
       report[4] = turn.ticket;

@@ -30,6 +30,8 @@ def auto(shape: Shape, kernel: str = "") -> str:
     * ``bwd_sm90``: teams, ``symmetric_shift`` and ``shift``, whose kv tiles never meet.
     * ``bwd_sm90_wide``: teams too, but for long heads with the full mask: q, dout and dq_accum of
       two do not fit L2, and CTAs that walk over the q tiles together read each but once.
+    * ``bwd_sm90_d64``, causal: ``shortest_first``. Its steps are half as long, so that a turn takes
+      almost two of them; the kv tiles of ``shortest_first`` begin two q tiles apart.
     """
     n_kv = shape.num_active_kv_tiles()
     if kernel == "bwd_sm90" and n_kv >= _LEAST_TEAM_TILES:
@@ -38,4 +40,6 @@ def auto(shape: Shape, kernel: str = "") -> str:
         if shape.causal:
             return "symmetric_shift"
         return "shift" if n_kv <= _MOST_WIDE_TEAM_TILES else "ascending"
+    if kernel == "bwd_sm90_d64" and shape.causal:
+        return "shortest_first"
     return "descending" if shape.causal else "ascending"

@@ -98,7 +98,7 @@ def test_repeats_under_load(schedule, mask, head_dim):
 
 
 @pytest.mark.parametrize("head_dim", [
-    128, *(pytest.param(head_dim, marks=pytest.mark.sm90) for head_dim in (192, 256))])
+    64, 128, *(pytest.param(head_dim, marks=pytest.mark.sm90) for head_dim in (192, 256))])
 @pytest.mark.parametrize(("schedule", "mask"), SCHEDULED)
 def test_random_delays(schedule, mask, head_dim):
     # Warps of one CTA that meet in an order which no run has shown so far: with DC_DELAY those of

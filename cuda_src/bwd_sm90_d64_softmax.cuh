@@ -1,0 +1,206 @@
+// bwd_sm90_d64, the softmax warpgroups: S, P, dP, dS and dq of every second step.
+//
+// q rows are the rows of S and dP, so lse and delta are two numbers each a thread, dS is the A
+// operand of dq as it lies in registers, and a warpgroup makes the whole part of dq by itself. Step
+// t of warpgroup w = t % 2; the other one is in another phase of its own step:
+//
+//   S(t)                            from the iteration before, or the start of the kv tile
+//   dP = dout v^T                   under it:
+//   P = exp2(S * scale_log2 - lse_log2)  -> p[w]
+//   dS = P (dP - delta)                  -> ds[w]
+//   dq = dS k                       under it: fence, and P and dS handed to the gradient warps
+//   S(t + 2) = q k^T                queued behind dq, runs while dq is sent
+//   dq_part -> dq_accum             at its turn
+//
+// Registers of 160: S 64 + dP 64, of which dS takes 32 packed and dq 32 in turn.
+#pragma once
+#include "bwd_sm90_d64_layout.cuh"
+#include "ptx/math.cuh"
+#include "ptx/stmatrix.cuh"
+#include "tile/smem_tile.cuh"
+
+constexpr int N_K_STEP = HEAD_DIM / 16, N_KEY_STEP = KV_TILE / 16;
+// Steps of descriptors: 16 bytes are 1.
+constexpr u32 K_STEP = K_STEP_BYTES / 16, ROWS_STEP = K_STEP_ROWS_BYTES / 16;
+
+// Two [64][KV_TILE] products of a kv tile: a b^T, both with HEAD_DIM columns.
+DC_FN void start_scores(float (&s)[64], u32 a, u32 b) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < N_K_STEP; ++k)
+    if (k == 0)
+      wgmma_ss_first<K_MAJOR, K_MAJOR>(s, descriptor(a), descriptor(b));
+    else
+      wgmma_ss<K_MAJOR, K_MAJOR>(s, descriptor(a + k * K_STEP), descriptor(b + k * K_STEP));
+}
+
+// Scores of keys that this lane's rows do not see: selected away before exp2, for they may be
+// anything. `row` is its first row, the second is row + 8; `key` the key of its first column.
+DC_FN void hide_keys(float (&s)[64], const Mask& mask, int row, int key) {
+  const int end = mask.key_end(row) - key, end_8 = mask.key_end(row + 8) - key;
+#pragma unroll
+  for (int j = 0; j < 16; ++j)
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      if (8 * j + e % 2 >= (e < 2 ? end : end_8)) s[4 * j + e] = -infinity();
+}
+
+// Adds a part of dq, or stores it if it is the first. The turn has come: what others added happened
+// before the turn warp saw their release, and so before this.
+DC_FN void send_dq(const float (&dq)[32], float4* to, bool is_first) {
+  if (is_first) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      st_cg(to + j * WARPGROUP_SIZE,
+            make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]));
+  } else {
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      red_add_v4(to + j * WARPGROUP_SIZE, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+  }
+}
+
+DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int w, int warp,
+                          int lane) {
+  const Barriers& barriers = smem.barriers;
+  const u32 scores_full = smem_address(&barriers.scores_full[w]);
+  const u32 scores_empty = smem_address(&barriers.scores_empty[w]);
+  const u32 turn = smem_address(&barriers.turn[w]), dq_added = smem_address(&barriers.dq_added[w]);
+  // This lane's 16 bytes of a fragment of 16 columns, as stmatrix wants them; column chunks k are
+  // at ^ (k % 4 * 32), and a panel on for k > 3.
+  const u32 tile_row = 16 * warp + lane % 16;
+  const u32 p_at = smem_address(smem.p[w]) + tile_row * PANEL_ROW_BYTES +
+                   ((u32(lane / 16) ^ tile_row % 8) << 4);
+  const auto fragment = [](u32 at, int k) {
+    return (at ^ u32(k % 4 * K_STEP_BYTES)) + k / 4 * SCORE_PANEL_BYTES;
+  };
+  const int row = 16 * warp + lane / 4;  // of the tile
+
+  float s[64];
+  int n = 0;      // batches so far
+  int begin = 0;  // steps before batch n
+  const auto wait_for_batch = [&]() {
+    mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
+  };
+  const auto next_batch = [&]() {
+    begin += warp_uniform(smem.batches[n % N_BATCH].count);
+    mbarrier_arrive_warp(smem_address(&barriers.batch_empty[n % N_BATCH]), lane);
+    ++n;
+  };
+  // Moves on to the batch of step t; false if the kv tile ends before it.
+  const auto reach = [&](int t) {
+    while (t >= begin + warp_uniform(smem.batches[n % N_BATCH].count)) {
+      if (warp_uniform(smem.batches[n % N_BATCH].is_last != 0)) return false;
+      next_batch();
+      wait_for_batch();
+    }
+    return true;
+  };
+  const auto q_rows = [&](int t) {
+    return descriptor_low(smem_address(smem.q)) + t % N_STAGE * (Q_TILE_BYTES / 16);
+  };
+  const auto wait_for_stage = [&](int t) {
+    mbarrier_wait(smem_address(&barriers.stage_full[t % N_STAGE]), full_parity(t / N_STAGE));
+  };
+
+  for (;;) {  // kv tiles
+    wait_for_batch();
+    const Batch& first = smem.batches[n % N_BATCH];
+    if (warp_uniform(first.stop != 0)) return;
+    const bool has_steps = warp_uniform(first.has_steps != 0);
+    const int kv_tile = warp_uniform(first.kv_tile0), kv_stage = kv_tile % N_KV_STAGE;
+    const u32 k_rows = descriptor_low(smem_address(smem.k[kv_stage]));
+    const u32 v_rows = descriptor_low(smem_address(smem.v[kv_stage]));
+    // Also without a step of our own: else we could arrive for the next tile of this stage before
+    // the others have arrived for this one.
+    if (has_steps)
+      mbarrier_wait(smem_address(&barriers.kv_full[kv_stage]), full_parity(kv_tile / N_KV_STAGE));
+    int t = begin + ((begin ^ w) & 1);
+    bool more = reach(t);
+    if (more) {
+      wait_for_stage(t);
+      start_scores(s, q_rows(t), k_rows);
+      wgmma_commit();
+      wgmma_wait<0>();
+    }
+#pragma unroll 1
+    while (more) {
+      const Batch& batch = smem.batches[n % N_BATCH];
+      const Step& step = batch.steps[t - begin];
+      const int stage = t % N_STAGE, use = t / N_SOFTMAX;
+      float dp[64], dq[32];
+      u32 ds[32];  // packed, as A operand
+      const u32 rows_at = smem_address(&smem.lse_log2[stage][row]);
+      const u32 delta_at = rows_at + N_STAGE * ROW_BYTES;
+      const float lse_log2 = ld_shared_f32(rows_at), lse_log2_8 = ld_shared_f32(rows_at + 32);
+      const float delta = ld_shared_f32(delta_at), delta_8 = ld_shared_f32(delta_at + 32);
+      start_scores(dp, q_rows(t) + (N_STAGE * Q_TILE_BYTES) / 16, v_rows);
+      wgmma_commit();
+      if (warp_uniform(batch.masked != 0))
+        hide_keys(s, Mask{params.q_len, params.kv_len, params.mask_offset},
+                  step.q_tile * Q_TILE + row, batch.row0 + 2 * (lane % 4));
+      random_delay(t);
+      mbarrier_wait(scores_empty, empty_parity(use));
+#pragma unroll
+      for (int k = 0; k < N_KEY_STEP; ++k) {
+        u32 p[4];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          float* x = s + 8 * k + 4 * j;
+          x[0] = exp2_approx(fmaf(x[0], params.scale_log2, -lse_log2));
+          x[1] = exp2_approx(fmaf(x[1], params.scale_log2, -lse_log2));
+          x[2] = exp2_approx(fmaf(x[2], params.scale_log2, -lse_log2_8));
+          x[3] = exp2_approx(fmaf(x[3], params.scale_log2, -lse_log2_8));
+          p[2 * j] = pack(x[0], x[1]);
+          p[2 * j + 1] = pack(x[2], x[3]);
+        }
+        stmatrix_x4(fragment(p_at, k), p[0], p[1], p[2], p[3]);
+      }
+      wgmma_wait<0>();
+#pragma unroll
+      for (int k = 0; k < N_KEY_STEP; ++k) {
+#pragma unroll
+        for (int j = 2 * k; j < 2 * k + 2; ++j) {
+          ds[2 * j] = pack(s[4 * j] * (dp[4 * j] - delta), s[4 * j + 1] * (dp[4 * j + 1] - delta));
+          ds[2 * j + 1] = pack(s[4 * j + 2] * (dp[4 * j + 2] - delta_8),
+                               s[4 * j + 3] * (dp[4 * j + 3] - delta_8));
+        }
+        stmatrix_x4(fragment(p_at, k) + N_SOFTMAX * SCORE_BYTES, ds[4 * k], ds[4 * k + 1],
+                    ds[4 * k + 2], ds[4 * k + 3]);
+      }
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < N_KEY_STEP; ++k) {
+        const u64 b = descriptor(k_rows + k * ROWS_STEP);
+        if (k == 0)
+          wgmma_rs_first<MN_MAJOR>(dq, ds[0], ds[1], ds[2], ds[3], b);
+        else
+          wgmma_rs<MN_MAJOR>(dq, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3], b);
+      }
+      wgmma_commit();
+      fence_async_smem();  // P and dS: ordinary stores, read by wgmma of the gradient warps
+      mbarrier_arrive_warp(scores_full, lane);
+      const bool is_first = !DC_UNORDERED && step.ticket == 0;
+      float4* dq_at = reinterpret_cast<float4*>(params.dq_accum) +
+                      i64(step.tile_index) * (Q_TILE * HEAD_DIM / 4) + 32 * warp + lane;
+      t += N_SOFTMAX;
+      more = reach(t);
+      if (more) {
+        wait_for_stage(t);
+        start_scores(s, q_rows(t), k_rows);
+        wgmma_commit();
+      } else {           // an empty group
+        wgmma_fence();  // without it ptxas puts one in, and says so
+        wgmma_commit();
+      }
+      wgmma_wait<1>();  // dq is done
+      random_delay(t);
+      mbarrier_wait(turn, full_parity(use));
+      send_dq(dq, dq_at, is_first);
+      mbarrier_arrive_warp(dq_added, lane);
+      wgmma_wait<0>();
+    }
+    if (has_steps) mbarrier_arrive_warp(smem_address(&barriers.kv_empty[kv_stage]), lane);
+    next_batch();
+  }
+}
