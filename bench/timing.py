@@ -127,16 +127,22 @@ def environment() -> dict:
     import torch
 
     driver = _nvidia_smi("driver_version").strip() or "unknown"
-    versions = {"python": platform.python_version(), "cudnn": str(torch.backends.cudnn.version())}
+    return {"device": torch.cuda.get_device_name(), "driver": driver, "cuda": torch.version.cuda,
+            "versions": versions() | {"cudnn": str(torch.backends.cudnn.version())},
+            "date": datetime.date.today().isoformat()}
+
+
+def versions() -> dict[str, str]:
+    """Version of Python and of each installed package that a result may depend on."""
+    found = {"python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
+            found[package] = importlib.metadata.version(package)
     if importlib.util.find_spec("dashcupy"):
         import dashcupy
 
-        versions["dashcupy"] = dashcupy.__version__
-    return {"device": torch.cuda.get_device_name(), "driver": driver, "cuda": torch.version.cuda,
-            "versions": versions, "date": datetime.date.today().isoformat()}
+        found["dashcupy"] = dashcupy.__version__
+    return found
 
 
 def _nvidia_smi(fields: str) -> str:

@@ -10,14 +10,15 @@ import sys
 from .errors import UnsupportedError
 from .source import PACKAGE
 
-SCRIPTS = ("forward", "backward", "schedules", "paper", "overhead", "cpu", "show")
+SCRIPTS = ("forward", "backward", "schedules", "paper", "overhead", "cpu", "train_repro",
+           "show")
 _NAME = f"{__package__}.bench"
 
 DESCRIPTION = """\
 Time the kernels on this GPU beside other packages' (forward, backward), every schedule beside the
 simulator (schedules), repeat the experiment of the DASH paper (paper), time what a call costs the
-host (overhead), time the NumPy backend (cpu), show results (show). `bench SCRIPT --help` lists the
-options of a script.
+host (overhead), time the NumPy backend (cpu), train a model and compare runs to the bit
+(train_repro), show results (show). `bench SCRIPT --help` lists the options of a script.
 """
 
 

@@ -80,7 +80,7 @@ def test_wheel_holds_all_sources_and_nothing_else(wheel):
     cuda = {f"dashcupy/{path.relative_to(ROOT)}" for path in (ROOT / "cuda_src").rglob("*")
             if path.is_file()}
     assert any(name.endswith("bwd_sm80.cu") for name in cuda)
-    bench = {f"dashcupy/bench/{path.name}" for path in (ROOT / "bench").glob("*.py")}
+    bench = {f"dashcupy/{path.relative_to(ROOT)}" for path in (ROOT / "bench").rglob("*.py")}
     assert names == python | cuda | bench
 
 

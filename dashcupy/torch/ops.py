@@ -125,7 +125,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, name, *arguments):
         *arrays, mask, scale, schedule = arguments
         output = _inside_function(name, arguments)
-        ctx.name, ctx.options = name, (mask, scale, schedule)
+        ctx.operator, ctx.options = name, (mask, scale, schedule)
         ctx.save_for_backward(*arrays, *output)
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)  # no zeros for lse
@@ -135,7 +135,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout, _):
         if dout is None:
             return (None,) * len(ctx.needs_input_grad)
-        grads = OPERATORS[f"{ctx.name}_backward"](dout, *ctx.saved_tensors, *ctx.options)
+        grads = OPERATORS[f"{ctx.operator}_backward"](dout, *ctx.saved_tensors, *ctx.options)
         grads = (grads,) if isinstance(grads, torch.Tensor) else grads
         return (None, *(grad if needed else None for grad, needed
                         in zip(grads, ctx.needs_input_grad[1:])), None, None, None)
