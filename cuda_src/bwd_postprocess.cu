@@ -4,8 +4,9 @@
 // Rows that see no key are 0, whatever keys that other rows of their tile see left in dq_accum
 // (0 * NaN).
 //
-// dq_accum lies in the order of the accumulators (bwd_sm90_layout.cuh, bwd_sm90_d64_layout.cuh):
-// two columns of a row are together, so a tile goes through shared memory to become whole rows.
+// dq_accum lies in the order of the accumulators, 64 columns after 64 (bwd_sm90_layout.cuh,
+// bwd_sm90_d64_layout.cuh): two columns of a row are together, so a tile goes through shared memory
+// to become whole rows.
 #include "params.cuh"
 #include "schedules/shape.cuh"
 #include "tile/mask.cuh"
@@ -13,8 +14,7 @@
 
 constexpr int N_THREAD = 256;
 constexpr int Q_TILE = DC_Q_TILE, HEAD_DIM_PAD = DC_HEAD_DIM_PAD;
-constexpr int COLUMNS = HEAD_DIM_PAD / 2;  // of a half of the threads
-static_assert(Q_TILE == 64 && COLUMNS % 8 == 0, "64 rows and COLUMNS columns, 128 threads");
+static_assert(Q_TILE == 64 && HEAD_DIM_PAD % 64 == 0, "the accumulators of a warpgroup");
 static_assert(DC_PARAMS_BYTES == sizeof(BackwardParams), "params.py packs another struct");
 
 extern "C" __global__ void __launch_bounds__(N_THREAD)
@@ -25,21 +25,21 @@ extern "C" __global__ void __launch_bounds__(N_THREAD)
   const int q_tile = blockIdx.x % shape.n_q, sequence = blockIdx.x / shape.n_q;
   if (schedule::num_kv_tiles(shape, q_tile) == 0) return;
 
-  const int half = threadIdx.x / 128, t = threadIdx.x % 128;
-  const int row = 16 * (t / 32) + t % 32 / 4, column = COLUMNS * half + 2 * (t % 4);
+  const int t = threadIdx.x % 128, row = 16 * (t / 32) + t % 32 / 4;
   const int first_row =
       Mask{params.q_len, params.kv_len, params.mask_offset}.first_row() - q_tile * Q_TILE;
   const float4* sum = reinterpret_cast<const float4*>(params.dq_accum) +
-                      i64(blockIdx.x) * (Q_TILE * HEAD_DIM_PAD / 4) +
-                      half * (COLUMNS / 8 * 128) + t;
+                      i64(blockIdx.x) * (Q_TILE * HEAD_DIM_PAD / 4) + t;
+  for (int half = threadIdx.x / 128; half < HEAD_DIM_PAD / 32; half += N_THREAD / 128)
 #pragma unroll
-  for (int j = 0; j < COLUMNS / 8; ++j) {
-    const float4 four = sum[j * 128];
-    const u32 pair = pack(four.x * params.scale, four.y * params.scale);
-    const u32 pair_8 = pack(four.z * params.scale, four.w * params.scale);
-    st_shared(tile.address(row, column + 8 * j), row < first_row ? 0u : pair);
-    st_shared(tile.address(row + 8, column + 8 * j), row + 8 < first_row ? 0u : pair_8);
-  }
+    for (int j = 4 * half; j < 4 * half + 4; ++j) {
+      const float4 four = sum[j * 128];
+      const u32 pair = pack(four.x * params.scale, four.y * params.scale);
+      const u32 pair_8 = pack(four.z * params.scale, four.w * params.scale);
+      const int column = 8 * j + 2 * (t % 4);
+      st_shared(tile.address(row, column), row < first_row ? 0u : pair);
+      st_shared(tile.address(row + 8, column), row + 8 < first_row ? 0u : pair_8);
+    }
   __syncthreads();
   Element* dq = params.dq + sequence / params.n_q_head * params.dq_strides.batch +
                 sequence % params.n_q_head * params.dq_strides.head;

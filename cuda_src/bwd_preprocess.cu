@@ -4,7 +4,7 @@
 //   rows that exist and see a key:   lse_log2 = lse * log2(e), delta = sum of out * dout
 //   all other rows of the tile:      lse_log2 = +inf (P = exp2(s - inf) is exactly 0), delta = 0
 //
-// With DC_ROW_VALUES (bwd_sm90) both go to params.lse_log2 instead, in the form of
+// With DC_ROW_VALUES (bwd_sm90, bwd_sm90_wide) both go to params.lse_log2 instead, in the form of
 // tile/row_values.cuh.
 //
 // With DC_UNORDERED dq_accum is set to zero.
@@ -21,7 +21,10 @@
 #include "tile/smem_tile.cuh"
 
 constexpr int N_THREAD = 256;
-constexpr int LANES = DC_HEAD_DIM_PAD <= 32 ? 4 : DC_HEAD_DIM_PAD <= 64 ? 8 : 16;
+constexpr int LANES = DC_HEAD_DIM_PAD <= 32    ? 4
+                      : DC_HEAD_DIM_PAD <= 64  ? 8
+                      : DC_HEAD_DIM_PAD <= 128 ? 16
+                                               : 32;
 constexpr int ROWS_PER_PASS = N_THREAD / LANES;
 static_assert(DC_PARAMS_BYTES == sizeof(BackwardParams), "params.py packs another struct");
 static_assert(DC_HEAD_DIM % 8 == 0 && DC_HEAD_DIM <= LANES * 8, "8 elements a lane");
@@ -36,10 +39,9 @@ extern "C" __global__ void __launch_bounds__(N_THREAD)
   const Mask mask{params.q_len, params.kv_len, params.mask_offset};
   const i64 tile_index = blockIdx.x;
 
-  if (threadIdx.x == 0) {
-    params.dq_semaphore[tile_index * DC_SEMAPHORE_STRIDE] = 0;
-    if (blockIdx.x == 0) *params.work_counter = 0;
-  }
+  if (threadIdx.x < DC_SEMAPHORE_STRIDE)
+    params.dq_semaphore[tile_index * DC_SEMAPHORE_STRIDE + threadIdx.x] = 0;
+  if (threadIdx.x == 0 && blockIdx.x == 0) *params.work_counter = 0;
 
 #if DC_UNORDERED  // otherwise the first part is stored
   float4* sum = reinterpret_cast<float4*>(params.dq_accum) +

@@ -5,15 +5,16 @@
 #include "ptx/tma.cuh"
 #include "tile/row_values.cuh"
 
-constexpr int Q_TILE = DC_Q_TILE, KV_TILE = DC_KV_TILE, HEAD_DIM = DC_HEAD_DIM;
+constexpr int Q_TILE = DC_Q_TILE, KV_TILE = DC_KV_TILE, HEAD_DIM = DC_HEAD_DIM_PAD;
 static_assert(Q_TILE == 64 && KV_TILE == 128 && HEAD_DIM == 128, "the tiles of the main loop");
-static_assert(DC_HEAD_DIM_PAD == HEAD_DIM, "no padded columns");
+static_assert(DC_HEAD_DIM % 8 == 0 && DC_HEAD_DIM <= HEAD_DIM, "columns past the end are zeros");
 
 // Warpgroup 0 helps, one role a warp; the other two compute.
 constexpr int N_CONSUMER = 2, CONSUMER_WARPS = 4 * N_CONSUMER;
 constexpr int PRODUCER_WARP = 0, FIRST_WRITER_WARP = 1, PLANNER_WARP = 3;
 constexpr int N_STAGE = 2;      // q and dout tiles; one dq slot, with a writer, for each
-constexpr int N_WRITER = N_STAGE;
+constexpr int N_WRITER = N_STAGE, N_Q_STAGE = N_STAGE, N_DOUT_STAGE = N_STAGE;
+constexpr int N_PANEL = HEAD_DIM / 64;
 constexpr int N_THREAD = WARPGROUP_SIZE * (1 + N_CONSUMER);
 constexpr int HELPER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 // 65536 registers for 384 threads are 168 each at launch; setmaxnreg shares those out.
@@ -51,6 +52,9 @@ struct Barriers {
   u64 batch_full[N_BATCH], batch_empty[N_BATCH];
   u64 turns_came;
 };
+constexpr bool ONE_STAGE = true;
+DC_FN const u64& q_empty(const Barriers& b, int stage) { return b.stage_empty[stage]; }
+DC_FN const u64& dout_empty(const Barriers& b, int stage) { return b.stage_empty[stage]; }
 constexpr int BATCH_READERS = 1 + N_WRITER + CONSUMER_WARPS;
 
 struct alignas(1024) SharedStorage {

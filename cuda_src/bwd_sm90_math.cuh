@@ -19,37 +19,14 @@
 // shared memory bandwidth to others; with 4 k steps ptxas serialises), constant columns 8.
 #pragma once
 #include "bwd_sm90_layout.cuh"
+#include "bwd_sm90_products.cuh"
 #include "ptx/math.cuh"
-#include "ptx/matrix.cuh"
 #include "ptx/stmatrix.cuh"
-#include "ptx/wgmma.cuh"
-#include "tile/smem_tile.cuh"
 
 constexpr int K_REGISTER_STEPS = 3;
 constexpr int N_K_STEP = HEAD_DIM / 16;
 // From one panel of 64 columns to the next.
 constexpr int KV_PANEL_BYTES = KV_TILE * PANEL_ROW_BYTES, Q_PANEL_BYTES = Q_TILE * PANEL_ROW_BYTES;
-
-// Steps of descriptors: 16 bytes are 1.
-DC_FN constexpr u32 k_major_step(int k, int panel_bytes) {
-  return u32(k / 4 * panel_bytes + k % 4 * K_STEP_BYTES) / 16;
-}
-DC_FN constexpr u32 mn_major_step(int k) { return u32(k * K_STEP_ROWS_BYTES) / 16; }
-
-// Rows of 16 bytes without swizzle: 8 rows are 128 bytes. Columns 8..15 of the k step read columns
-// 0..7 again (panel distance 0); the A operand is zero there.
-DC_FN u64 row_values_descriptor(u32 smem) {
-  u64 r;
-  asm("mov.b64 %0, {%1, %2};" : "=l"(r) : "r"(smem >> 4), "r"(128u >> 4));
-  return r;
-}
-
-// No use of x may move above this point: x is the result of products just waited for.
-template <int N>
-DC_FN void keep_below(float (&x)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
-}
 
 // What a consumer thread knows all along.
 struct Consumer {
@@ -80,14 +57,6 @@ struct KvTile {
   u32 k[K_REGISTER_STEPS][4];  // A operand of the first k steps of S
   u32 lse_ones[2];              // A operand that brings in lse, and hides keys that do not exist
 };
-
-// A zero that the compiler takes for a variable: a constant it would write anew before each
-// product, in the middle of a group.
-DC_FN u32 opaque_zero() {
-  u32 zero = 0;
-  asm volatile("" : "+r"(zero));
-  return zero;
-}
 
 // Stage of step t; -1 is a step, too: the one before the first, whose barriers count as passed.
 static_assert(N_STAGE == 2, "stages and parities are bits of the step's number");
@@ -128,17 +97,6 @@ DC_FN void store_dq_part(const float (&dq)[32], SharedStorage& smem, const Consu
     st_shared_v4(at + j * WARPGROUP_SIZE * 16, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2],
                  dq[4 * j + 3]);
   mbarrier_arrive_warp(smem_address(&smem.barriers.dq_full[slot]), me.lane);
-}
-
-// Scores of keys that the diagonal hides: selected away before exp2, for they may be anything.
-// `key` is the key of this lane's first row.
-DC_FN void hide_keys(float (&s)[32], int q_row0, int offset, int key, int lane) {
-  const int first = q_row0 + offset + 2 * (lane % 4) - key;  // visible: column + first >= 0
-#pragma unroll
-  for (int j = 0; j < 8; ++j)
-#pragma unroll
-    for (int e = 0; e < 4; ++e)
-      if (first + 8 * j + e % 2 - 8 * (e / 2) < 0) s[4 * j + e] = HIDE;
 }
 
 // Step t of the kernel (counted over all kv tiles), the first of its kv tile or not; its batch ends
@@ -232,35 +190,6 @@ DC_FN void take_kv_tile(KvTile& kv, const SharedStorage& smem, const BackwardPar
     ldmatrix_x4(kv.k[k], smem_address(smem.k) + k / 4 * KV_PANEL_BYTES + me.fragment(k % 4));
 }
 
-// A warp's rows of dk or dv, scaled and rounded, to gmem[key][HEAD_DIM]: whole 128 bytes of a row
-// by way of `staging`, a dS tile that is read by no product any more; a warp uses its own rows.
-DC_FN void store_rows(const float (&acc)[64], u32 staging, Element* gmem, i64 row_stride, int key0,
-                      int kv_len, float scale, const Consumer& me) {
-  constexpr int LANES = PANEL_ROW_BYTES / 16, ROWS = WARP_SIZE / LANES;
-  const int lane_row = me.lane / LANES, chunk = me.lane % LANES;
-#pragma unroll
-  for (int panel = 0; panel < HEAD_DIM / PANEL_COLUMNS; ++panel) {
-#pragma unroll
-    for (int k = 0; k < PANEL_COLUMNS / 16; ++k) {
-      const auto word = [&](int i) {
-        const int at = 32 * panel + 8 * k + 2 * i;
-        return pack(acc[at] * scale, acc[at + 1] * scale);
-      };
-      stmatrix_x4(staging + me.fragment(k), word(0), word(1), word(2), word(3));
-    }
-    __syncwarp();
-#pragma unroll
-    for (int row = lane_row; row < 16; row += ROWS) {
-      u32 word[4];
-      ld_shared_v4(word, staging + (64 * me.w + 16 * me.warp + row) * PANEL_ROW_BYTES +
-                             ((chunk ^ row % 8) << 4));
-      if (key0 + row < kv_len)
-        store_8(gmem + (key0 + row) * row_stride + PANEL_COLUMNS * panel + 8 * chunk, word);
-    }
-    __syncwarp();
-  }
-}
-
 DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int warp, int lane) {
   const Consumer me(smem, w, warp, lane);
   const Barriers& barriers = smem.barriers;
@@ -296,14 +225,15 @@ DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int
     const int batch_index = batch.batch, kv_head = batch.kv_head;
     // dS of the step after the last would go there: no product reads it since the last wait_ds.
     const u32 staging = smem_address(smem.ds) + stage_of(t) * DS_BYTES;
+    const auto fragment = [&](int k) { return me.fragment(k); };
     if (!is_first) mbarrier_arrive_warp(smem_address(&barriers.v_empty), lane);
     float dq[32];
     wait_ds(smem, t - 1);
     start_dq(dq, smem, me, t - 1);  // of old bytes, and dropped, if the kv tile had no step
-    store_rows(kv.dv, staging,
+    store_rows(kv.dv, staging, 64 * w + 16 * warp, fragment,
                params.dv + batch_index * params.dv_strides.batch +
                    kv_head * params.dv_strides.head,
-               params.dv_strides.row, key0, params.kv_len, 1.f, me);
+               params.dv_strides.row, key0, params.kv_len, 0, 1.f, lane);
     wgmma_wait<0>();
     if (!is_first) {
       mbarrier_arrive_warp(smem_address(&barriers.k_empty), lane);
@@ -311,9 +241,9 @@ DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int
     }
     mbarrier_arrive_warp(smem_address(&barriers.batch_empty[n % N_BATCH]), lane);
     ++n;
-    store_rows(kv.dk, staging,
+    store_rows(kv.dk, staging, 64 * w + 16 * warp, fragment,
                params.dk + batch_index * params.dk_strides.batch +
                    kv_head * params.dk_strides.head,
-               params.dk_strides.row, key0, params.kv_len, params.scale, me);
+               params.dk_strides.row, key0, params.kv_len, 0, params.scale, lane);
   }
 }

@@ -2,7 +2,7 @@
 //
 // Included behind a layout: SharedStorage with `batches`, and barriers batch_full, batch_empty and
 // turns_came; Q_TILE, KV_TILE; needs_mask, which says whether keys of a step must be hidden;
-// note_left, which keeps how many steps the kv tile has from a batch on.
+// note_left, which keeps how many steps the kv tile has from a batch on, if anybody asks.
 #pragma once
 
 // Writes batch n: steps from `done` on of a kv tile, up to BATCH_STEPS and as far as all or none
@@ -36,13 +36,13 @@ DC_FN int plan_batch(SharedStorage& smem, const BackwardParams& params,
     batch.count = count;
     batch.kv_tile0 = n == 0 ? 0 : before.kv_tile0 + (before.is_last && before.has_steps);
     batch.has_steps = n_step > 0;
+    note_left(smem, n % N_BATCH, left);
     batch.masked = masked_bits & 1;
     batch.not_final = not_final_bits;
     batch.is_first = done == 0;
     batch.is_last = count == left;
     batch.ends_work = count == left && part + 1 == schedule::work_size(shape, place.work);
     batch.stop = 0;
-    note_left(smem, n % N_BATCH, left);
     batch.batch = place.head / n_kv_head;
     batch.kv_head = place.head % n_kv_head;
     batch.row0 = kv_tile * KV_TILE;

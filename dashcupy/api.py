@@ -24,10 +24,10 @@ def attention(q: Any, k: Any, v: Any, *, causal: bool | str = False, scale: floa
     k, v : array, shape [batch, kv_len, n_kv_head, head_dim]
         All of one framework, device and dtype. Every q head has a kv head of its own, or
         ``n_q_head`` is a multiple of ``n_kv_head`` and neighbours share one (GQA, MQA).
-        On a GPU: float16 or bfloat16, ``head_dim`` a multiple of 8 up to 128 (here, not in the
-        backward: up to 256 on compute capability 9.0), the last axis contiguous, the other strides
-        free; on 9.0, q, k, v and out are copied first if an address or a stride is no multiple of
-        16 bytes or a stride is 0 or less. On the CPU: also float32 and float64, any ``head_dim``
+        On a GPU: float16 or bfloat16, ``head_dim`` a multiple of 8 up to 128 (up to 256 on
+        compute capability 9.0), the last axis contiguous, the other strides free; on 9.0, q, k, v
+        and out are copied first if an address or a stride is no multiple of 16 bytes or a stride is
+        0 or less. On the CPU: also float32 and float64, any ``head_dim``
         and strides. torch tensors that require a gradient are taken detached.
     causal : bool or str, optional
         False: every row sees every key. True or ``"bottom_right"``: row i sees key j iff
@@ -125,8 +125,8 @@ def attention_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *,
         Scratch memory on the GPU: uint8, one axis, contiguous, at least
         ``attention_plan(...).workspace_bytes`` long, any contents. Only a CUDA graph that is
         captured from CuPy arrays needs it: CuPy's pool would hand the memory out again. Copies
-        that compute capability 9.0 needs at head_dim 128, as in `attention`, come on top if dout,
-        out or the gradients are the reason, which the plan does not see: an error says how much.
+        that compute capability 9.0 needs, as in `attention`, come on top if dout, out or the
+        gradients are the reason, which the plan does not see: an error says how much.
 
     Returns
     -------

@@ -21,8 +21,7 @@ DESCRIPTION = """\
 Compile kernels into the cache (DASHCUPY_CACHE_DIR), so that the first call need not wait. Needs
 NVRTC; a GPU only to know what to compile for, unless --arch says it. Lengths, batch and heads
 need no kernels of their own. The default set: head_dim 64 and 128, both dtypes, the full and the
-causal mask, schedule auto. A head_dim that only the forward of a GPU serves (above 128) gets the
-forward's kernels, unless --schedule asks for a backward.
+causal mask, schedule auto.
 """
 COMMON_HEAD_DIMS = (64, 128)
 ALL_HEAD_DIMS = (32, 64, 96, 128, 192, 256)
@@ -41,7 +40,7 @@ def add_parser(commands) -> None:
     add("--schedule", nargs="+", metavar="NAME",
         help=f"auto, {', '.join(schedules.names())} (default: auto)")
     add("--all", action="store_true",
-        help="every schedule, head_dim 32 64 96 128 (and 192 256 where the forward serves them), "
+        help="every schedule, head_dim 32 64 96 128 (and 192 256 on compute capability 9.0), "
              "and arrays that are not 16-byte aligned")
     add("--jobs", type=int, metavar="N", help="kernels compiled at a time (default: CPU cores)")
     parser.set_defaults(run=run)
@@ -104,11 +103,9 @@ def _capability(arch: str | None) -> tuple[int, int]:
 def _kernels(args: argparse.Namespace, capability: tuple[int, int]
              ) -> Iterator[tuple[str, Sequence[tuple[str, int | str]]]]:
     """(kernel, defines) of everything that is asked for; some come several times."""
-    most, backward_most = (max_head_dim(way, capability) for way in ("forward", "backward"))
-    if args.schedule:  # names a backward, so there must be one
-        most = backward_most
     head_dims = args.head_dim or (
-        [n for n in ALL_HEAD_DIMS if n <= most] if args.all else COMMON_HEAD_DIMS)
+        [n for n in ALL_HEAD_DIMS if n <= max_head_dim(capability)] if args.all else
+        COMMON_HEAD_DIMS)
     names = args.schedule or (schedules.names() if args.all else ("auto",))
     masks = {"yes": ("causal",), "no": ("full",), "both": ("full", "causal")}[args.causal]
     for name in names:
@@ -119,8 +116,7 @@ def _kernels(args: argparse.Namespace, capability: tuple[int, int]
             head_dims, args.dtype or GPU_DTYPES, masks, (True, False) if args.all else (True,)):
         problem = Problem(1, _LEN, _LEN, 1, 1, head_dim, dtype, mask, 1.0)
         plans = [make_plan(problem, "forward", capability, aligned=aligned, debug=env.debug())]
-        if args.schedule or head_dim <= backward_most:
-            plans += [make_plan(problem, "backward", capability, name, aligned, env.debug())
-                      for name in names if name == "auto" or schedules.supports(name, mask)]
+        plans += [make_plan(problem, "backward", capability, name, aligned, env.debug())
+                  for name in names if name == "auto" or schedules.supports(name, mask)]
         for plan in plans:
             yield from ((kernel.kernel, kernel.defines) for kernel in plan.kernels)

@@ -96,7 +96,8 @@ class BackwardConfig:
     Parameters
     ----------
     kernel
-        ``"bwd_sm80"``, ``"bwd_sm90"``, ``"bwd_sm90_d64"``, or ``"cpu"`` for the NumPy backend.
+        ``"bwd_sm80"``, ``"bwd_sm90"``, ``"bwd_sm90_d64"``, ``"bwd_sm90_wide"``, or ``"cpu"`` for
+        the NumPy backend.
     q_stages, do_stages
         Tiles of q, and of dout, in flight; 0 on the CPU.
     """
@@ -150,14 +151,13 @@ def choose_config(problem: Problem, direction: str, target: Target) -> Config:
 def uses_tensor_maps(problem: Problem, direction: str, target: Target) -> bool:
     """Whether the kernel reads by the copy engine, which takes no strides of 0 or less."""
     return target == config_sm90.TARGET and (
-        direction == "forward" or config_sm90.serves_backward(problem))
+        direction == "forward"
+        or config_sm90.serves_backward(problem.head_dim, problem.scale))
 
 
-def max_head_dim(direction: str, target: tuple[int, int]) -> int:
-    """Largest head_dim that a kernel serves."""
-    if direction == "forward" and target == config_sm90.TARGET:
-        return config_sm90.MAX_HEAD_DIM
-    return MAX_HEAD_DIM
+def max_head_dim(target: tuple[int, int]) -> int:
+    """Largest head_dim that the kernels serve."""
+    return config_sm90.MAX_HEAD_DIM if target == config_sm90.TARGET else MAX_HEAD_DIM
 
 
 def require_gpu_problem(problem: Problem, direction: str, target: tuple[int, int]) -> None:
@@ -169,7 +169,7 @@ def require_gpu_problem(problem: Problem, direction: str, target: tuple[int, int
         With what to do instead.
     """
     pad_to = -(-problem.head_dim // 8) * 8
-    most = max_head_dim(direction, target)
+    most = max_head_dim(target)
     checks = (
         (target >= (8, 0),
          "this GPU has compute capability {}.{}; the kernels need 8.0 (Ampere) or newer: give "
@@ -178,13 +178,19 @@ def require_gpu_problem(problem: Problem, direction: str, target: tuple[int, int
          f"dtype {problem.dtype} is not supported on a GPU (allowed: {', '.join(GPU_DTYPES)}); "
          f"cast q, k and v, or give NumPy arrays to compute on the CPU"),
         (problem.head_dim <= most,
-         f"head_dim={problem.head_dim} is not supported by the {direction} on this GPU (allowed: "
-         f"multiples of 8 up to {most}); give NumPy arrays to compute on the CPU"),
+         f"head_dim={problem.head_dim} is not supported on this GPU (allowed: multiples of 8 up to "
+         f"{most}); give NumPy arrays to compute on the CPU"),
         (problem.head_dim % 8 == 0,
          f"head_dim={problem.head_dim} is not supported on a GPU (allowed: multiples of 8 up to "
          f"{most}); pad q, k and v with zeros to {pad_to}, give the scale that belongs to "
          f"{problem.head_dim}, and cut the results"),
     )
+    if direction == "backward" and problem.head_dim > MAX_HEAD_DIM:
+        least, greatest = config_sm90.BACKWARD_SCALES
+        checks += ((least <= problem.scale <= greatest,
+                    f"scale={problem.scale!r} is not supported by the backward at head_dim="
+                    f"{problem.head_dim} (allowed: 2**-20 to 2**20); fold a part of it into q, or "
+                    f"give NumPy arrays to compute on the CPU"),)
     for good, message in checks:
         if not good:
             raise UnsupportedError(message)
@@ -251,8 +257,7 @@ def _backward_config(pad: int, limit: int, smem_text: str) -> BackwardConfig:
 
 
 def _backward_sm90_config(head_dim: int, smem_text: str) -> BackwardConfig:
-    pad = 64 if head_dim <= 64 else 128
-    kernel, n_warp, stages, reason = config_sm90.BACKWARD_LOOPS[pad]
-    return BackwardConfig(
-        kernel, config_sm90.BACKWARD_Q_TILE, config_sm90.BACKWARD_KV_TILE, n_warp, pad, stages,
-        stages, config_sm90.backward_smem_bytes(pad), f"{smem_text}; {reason}")
+    loop = config_sm90.backward_loop(head_dim)
+    return BackwardConfig(loop.kernel, loop.q_tile, loop.kv_tile, loop.n_warp, loop.head_dim_pad,
+                          loop.q_stages, loop.do_stages, loop.smem_bytes,
+                          f"{smem_text}; {loop.reason}")

@@ -12,17 +12,8 @@ WARPGROUP_ROWS = 64
 _PANEL_COLUMNS = 64
 _SMEM_ALIGNMENT = 1024
 
-# The backward: two main loops of the same tiles, by columns of a tile: (kernel, warps, stages of q
-# and of dout, reason).
-BACKWARD_Q_TILE, BACKWARD_KV_TILE = 64, 128
-BACKWARD_LOOPS = {
-    64: ("bwd_sm90_d64", 16, 4, "two warpgroups take the steps in turn, a third holds dk and dv of "
-                                "all keys in registers"),
-    128: ("bwd_sm90", 12, 2, "two warpgroups hold dk and dv of 64 keys each in registers"),
-}
-BACKWARD_KERNELS = tuple(loop[0] for loop in BACKWARD_LOOPS.values())
 # Scales for which lse / scale, and what hides a key, stay inside float32 (tile/row_values.cuh).
-_ROW_VALUE_SCALES = (2.0**-20, 2.0**20)
+BACKWARD_SCALES = (2.0**-20, 2.0**20)
 _BATCH_STEPS, _N_BATCH = 8, 4
 _BATCHES_BYTES = _N_BATCH * (16 * _BATCH_STEPS + 4 * 12)
 ROW_VALUE_BYTES = 16
@@ -47,6 +38,78 @@ _SHORT_CAUSAL_TILES = {
     64: (128, 2, 4, 3, 0, f"causal and at most {_SHORT_KV_LEN} keys: q tiles of 128 rows leave "
                           f"less beyond the diagonal than those of three warpgroups"),
 }
+
+
+@dataclass(frozen=True)
+class BackwardLoop:
+    """A main loop of the backward, for head_dims of up to ``head_dim_pad``.
+
+    Parameters
+    ----------
+    kernel
+        ``"bwd_sm90_d64"``, ``"bwd_sm90"`` or ``"bwd_sm90_wide"``.
+    head_dim_pad
+        Columns in the products; those from ``head_dim`` on are zeros.
+    q_tile, kv_tile
+        Rows of a tile.
+    n_warp
+        Warps of a CTA.
+    q_stages, do_stages
+        Tiles of q, and of dout, in shared memory.
+    dq_slots
+        Parts of dq in shared memory: of ``bwd_sm90`` q tiles, of ``bwd_sm90_wide`` 64 columns of
+        them for each of two warpgroups; ``bwd_sm90_d64`` has none.
+    reason
+        Why these.
+    """
+
+    kernel: str
+    head_dim_pad: int
+    q_tile: int
+    kv_tile: int
+    n_warp: int
+    q_stages: int
+    do_stages: int
+    dq_slots: int
+    reason: str
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a CTA: SharedStorage of its layout."""
+        q_bytes, kv_bytes = (2 * rows * self.head_dim_pad for rows in (self.q_tile, self.kv_tile))
+        score_bytes = 2 * self.q_tile * self.kv_tile
+        row_bytes = self.q_stages * self.q_tile * ROW_VALUE_BYTES
+        tiles = 2 * kv_bytes + (self.q_stages + self.do_stages) * q_bytes
+        if self.kernel == "bwd_sm90_d64":
+            # k and v again; lse and delta; P and dS of two warpgroups; dk and dv; steps left.
+            tiles += 2 * kv_bytes + self.q_stages * 2 * 4 * self.q_tile + 4 * score_bytes
+            tiles += 2 * kv_bytes + 4 * _N_BATCH
+            barriers = 2 * self.q_stages + 2 * 2 + 4 * 2
+        elif self.kernel == "bwd_sm90":
+            # dS twice; dq; row values.
+            tiles += 2 * score_bytes + self.dq_slots * 2 * q_bytes + row_bytes
+            barriers = 4 * self.q_stages + 3 + 2 * self.dq_slots
+        else:
+            # P and dS twice; dq; row values.
+            tiles += 4 * score_bytes + 2 * self.dq_slots * 4 * self.q_tile * _PANEL_COLUMNS
+            tiles += row_bytes
+            barriers = 2 * (self.q_stages + self.do_stages) + 2 + 3 + 4 + 2 * self.dq_slots
+        total = tiles + _BATCHES_BYTES + 8 * (barriers + 2 * _N_BATCH + 1)
+        return -(-total // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
+
+
+_BACKWARD_LOOPS = (
+    BackwardLoop("bwd_sm90_d64", 64, 64, 128, 16, 4, 4, 0,
+                 "two warpgroups take the steps in turn, a third holds dk and dv of all keys in "
+                 "registers"),
+    BackwardLoop("bwd_sm90", 128, 64, 128, 12, 2, 2, 2,
+                 "two warpgroups hold dk and dv of 64 keys each in registers"),
+    BackwardLoop("bwd_sm90_wide", 192, 64, 64, 12, 2, 1, 2,
+                 "two warpgroups hold 128 and 64 columns of dk and dv in registers"),
+    BackwardLoop("bwd_sm90_wide", 256, 64, 64, 12, 2, 1, 1,
+                 "two warpgroups hold 128 columns of dk and dv each in registers"),
+)
+BACKWARD_KERNELS = tuple(dict.fromkeys(loop.kernel for loop in _BACKWARD_LOOPS))
 
 
 @dataclass(frozen=True)
@@ -122,29 +185,15 @@ def forward_smem_bytes(kv_tile: int, n_consumer: int, pad: int, stages: int,
     return -(-total // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
 
 
-def serves_backward(problem: Problem) -> bool:
+def serves_backward(head_dim: int, scale: float) -> bool:
     """Whether a Hopper backward can do a problem of a dtype that GPUs can do.
 
-    That of head_dim 128 takes lse and delta as operands of a product, which limits the scale; that
-    of head_dim up to 64 pads columns with zeros as it loads.
+    Those from head_dim 72 on take lse and delta as operands of a product, which limits the scale.
     """
-    least, most = _ROW_VALUE_SCALES
-    return problem.head_dim <= 64 or (problem.head_dim == 128 and least <= problem.scale <= most)
+    least, most = BACKWARD_SCALES
+    return head_dim <= 64 or head_dim <= MAX_HEAD_DIM and least <= scale <= most
 
 
-def backward_smem_bytes(pad: int) -> int:
-    """Shared memory of a Hopper backward: SharedStorage in its layout."""
-    q_tile, kv_tile, stages = BACKWARD_Q_TILE, BACKWARD_KV_TILE, BACKWARD_LOOPS[pad][2]
-    q_bytes, kv_bytes, score_bytes = 2 * q_tile * pad, 2 * kv_tile * pad, 2 * q_tile * kv_tile
-    if pad == 64:
-        # k and v twice; q, dout, lse and delta; P and dS of two warpgroups; dk and dv; steps left.
-        tiles = (4 * kv_bytes + stages * (2 * q_bytes + 2 * 4 * q_tile) + 4 * score_bytes
-                 + 2 * kv_bytes + 4 * _N_BATCH)
-        barriers = 2 * stages + 2 * 2 + 4 * 2 + 2 * _N_BATCH + 1
-    else:
-        # k and v; q and dout, dS, the part of dq, row values.
-        tiles = 2 * kv_bytes + stages * (2 * q_bytes + score_bytes + 4 * q_tile * pad
-                                         + q_tile * ROW_VALUE_BYTES)
-        barriers = 6 * stages + 3 + 2 * _N_BATCH + 1
-    total = tiles + _BATCHES_BYTES + 8 * barriers
-    return -(-total // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
+def backward_loop(head_dim: int) -> BackwardLoop:
+    """The main loop of a backward that `serves_backward`."""
+    return next(loop for loop in _BACKWARD_LOOPS if head_dim <= loop.head_dim_pad)

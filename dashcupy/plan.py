@@ -302,11 +302,13 @@ def head_group(problem: Problem, config: BackwardConfig) -> int:
     heads in flight inside L2. Measured on an H200 (bench/README.md): 16 heads at least, and up to
     2^17 rows with ``bwd_sm80``, whose CTAs wait for their turn; 2^14 with ``bwd_sm90``, whose dq
     writers wait instead, and which outruns the memory behind L2; 2^15 with ``bwd_sm90_d64``,
-    however few heads that are: a turn ends sooner when L2 holds the sum.
+    however few heads that are: a turn ends sooner when L2 holds the sum. Rows of
+    ``bwd_sm90_wide`` are twice as long: 2^14, of one head, or of two (for two teams) with the
+    causal mask.
     """
     n_head = problem.batch * problem.n_kv_head
-    rows, least = {"bwd_sm90": (2**14, 16), "bwd_sm90_d64": (2**15, 1)}.get(
-        config.kernel, (2**17, 16))
+    rows, least = {"bwd_sm90": (2**14, 16), "bwd_sm90_d64": (2**15, 1),
+                   "bwd_sm90_wide": (2**14, 1 + problem.causal)}.get(config.kernel, (2**17, 16))
     return max(1, min(n_head, max(least, rows // max(problem.kv_len, 1))))
 
 

@@ -49,12 +49,12 @@ def backward_kernels(problem: Problem, config: BackwardConfig, shape: Shape,
         "DC_DEBUG": int(debug),
         "DC_SMEM_BYTES": config.smem_bytes,
     }
+    if config.kernel in ("bwd_sm80", "bwd_sm90_wide"):
+        defines |= {"DC_Q_STAGES": config.q_stages, "DC_DO_STAGES": config.do_stages}
+    if config.kernel == "bwd_sm90_wide":
+        defines["DC_DQ_SLOTS"] = config_sm90.backward_loop(problem.head_dim).dq_slots
     if not is_sm90:
-        defines |= {
-            "DC_WARPS": config.n_warp,
-            "DC_Q_STAGES": config.q_stages,
-            "DC_DO_STAGES": config.do_stages,
-        }
+        defines["DC_WARPS"] = config.n_warp
     kernels.append(KernelPlan(
         config.kernel, pairs(defines), n_work, "works of a head * batch * n_kv_head",
         32 * config.n_warp, config.smem_bytes, "backward",
@@ -81,7 +81,8 @@ def backward_workspace(problem: Problem, config: BackwardConfig, shape: Shape,
     wanted |= {
         "dq_accum": (4 * n_row * config.head_dim_pad,
                      "float32 [batch, n_q_head, q tiles, tile]: the sum of dq so far"),
-        "dq_semaphore": (4 * n_tile * SEMAPHORE_STRIDE, "uint32, one a q tile: whose turn it is"),
+        "dq_semaphore": (4 * n_tile * SEMAPHORE_STRIDE,
+                         "uint32, one sector a q tile: whose turn it is"),
         "work_counter": (4, "uint32: the next piece of work"),
     }
     if debug:
@@ -91,4 +92,4 @@ def backward_workspace(problem: Problem, config: BackwardConfig, shape: Shape,
 
 def _takes_row_values(config: BackwardConfig) -> bool:
     """Whether lse and delta come as operands of a product (``tile/row_values.cuh``)."""
-    return config.kernel == "bwd_sm90"
+    return config.kernel in ("bwd_sm90", "bwd_sm90_wide")

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 import dashcupy
-from dashcupy import call, config_sm90, params, source
+from dashcupy import call, params, source
 from dashcupy.config import choose_config
 from dashcupy.errors import HangError, InvalidInputError, UnsupportedError
 from dashcupy.plan import make_plan
@@ -48,7 +48,8 @@ def names(gpu):
     ({"mask": "full"}, H200, "bwd_sm90"), ({"mask": "causal_top_left"}, H200, "bwd_sm90"),
     ({"scale": 2.0**-20}, H200, "bwd_sm90"), ({"scale": 2.0**20}, H200, "bwd_sm90"),
     ({"scale": 2.0**-20.01}, H200, "bwd_sm80"), ({"scale": 2.0**20.01}, H200, "bwd_sm80"),
-    ({"head_dim": 120}, H200, "bwd_sm80"), ({"head_dim": 72}, H200, "bwd_sm80"),
+    ({"head_dim": 120}, H200, "bwd_sm90"), ({"head_dim": 72}, H200, "bwd_sm90"),
+    ({"head_dim": 136}, H200, "bwd_sm90_wide"), ({"head_dim": 256}, H200, "bwd_sm90_wide"),
     ({"head_dim": 64}, H200, "bwd_sm90_d64"), ({"head_dim": 8}, H200, "bwd_sm90_d64"),
     ({"head_dim": 64, "scale": 2.0**-126}, H200, "bwd_sm90_d64"),
     ({"head_dim": 64, "scale": 2.0**126}, H200, "bwd_sm90_d64"),
@@ -74,19 +75,24 @@ def test_the_choice_is_a_function_of_the_problem():
 
 
 def test_shared_memory_by_hand():
-    """SharedStorage of the two layouts: all that a CTA may have, to the byte."""
+    """SharedStorage of the layouts: all that a CTA may have, to the byte."""
     k_v, q_dout, ds, dq, rows = 2 * 32768, 4 * 16384, 2 * 16384, 2 * 32768, 2 * 1024
     batches, barriers = 4 * 176, 24 * 8
-    assert config_sm90.backward_smem_bytes(128) == 227 * 1024
     assert 226 * 1024 < k_v + q_dout + ds + dq + rows + batches + barriers <= 227 * 1024
     k_v, q_dout, p_ds, dk_dv, rows = 4 * 16384, 8 * 8192, 4 * 16384, 2 * 16384, 8 * 256
     barriers = 29 * 8 + 4 * 4  # and steps left
-    assert config_sm90.backward_smem_bytes(64) == 227 * 1024
     assert 226 * 1024 < k_v + q_dout + p_ds + dk_dv + rows + batches + barriers <= 227 * 1024
     for head_dim, n_warp in ((128, 12), (64, 16), (8, 16)):
         config = choose_config(problem(head_dim=head_dim), "backward", H200)
         assert (config.q_tile, config.kv_tile, config.n_warp) == (64, 128, n_warp)
         assert config.smem_bytes == 227 * 1024
+
+    # The same of bwd_sm90_wide_layout.cuh at 256: two q tiles, one dout tile, P and dS twice, two
+    # panels of dq.
+    k_v, q_dout, scores, dq = 2 * 32768, 3 * 32768, 4 * 8192, 2 * 16384
+    used = k_v + q_dout + scores + dq + 2 * 1024 + batches + 26 * 8
+    assert choose_config(problem(head_dim=256), "backward", H200).smem_bytes == \
+        -(-used // 1024) * 1024
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")

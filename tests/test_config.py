@@ -22,7 +22,7 @@ def problem(**changes):
 @pytest.mark.parametrize("target", CAPABILITIES)
 def test_every_head_dim_fits_into_shared_memory(direction, target):
     """A config that asks for more than the card has fails at the first launch only."""
-    for head_dim in range(8, max_head_dim(direction, target) + 1, 8):
+    for head_dim in range(8, max_head_dim(target) + 1, 8):
         config = choose_config(problem(head_dim=head_dim), direction, target)
         assert 0 < config.smem_bytes <= SMEM_BYTES[target]
         assert head_dim <= config.head_dim_pad < head_dim + 64 and config.head_dim_pad % 32 == 0
@@ -64,10 +64,24 @@ def test_other_generations_keep_the_portable_kernels(target):
     assert choose_config(problem(), "backward", target).kernel == "bwd_sm80"
 
 
-def test_the_backward_keeps_its_limit():
-    """The forward's larger head_dim must not slip into a kernel without tiles for it."""
-    with pytest.raises(UnsupportedError, match="head_dim=136 .* by the backward .* up to 128"):
-        choose_config(problem(head_dim=136), "backward", (9, 0))
+@pytest.mark.parametrize("head_dim, expected", [
+    (64, ("bwd_sm90_d64", 64, 128, 64)), (72, ("bwd_sm90", 64, 128, 128)),
+    (128, ("bwd_sm90", 64, 128, 128)), (136, ("bwd_sm90_wide", 64, 64, 192)),
+    (192, ("bwd_sm90_wide", 64, 64, 192)), (200, ("bwd_sm90_wide", 64, 64, 256)),
+    (256, ("bwd_sm90_wide", 64, 64, 256))])
+def test_backward_loops_of_hopper(head_dim, expected):
+    """A head_dim one step past a loop must get the next one: its columns would be cut."""
+    config = choose_config(problem(head_dim=head_dim), "backward", (9, 0))
+    assert (config.kernel, config.q_tile, config.kv_tile, config.head_dim_pad) == expected
+
+
+@pytest.mark.parametrize("scale", [2.0**-20.01, 2.0**20.01])
+def test_scales_that_only_narrow_heads_can_have(scale):
+    """Row values would leave float32, and no portable kernel is there to take over."""
+    assert choose_config(problem(scale=scale), "backward", (9, 0)).kernel == "bwd_sm80"
+    with pytest.raises(UnsupportedError, match=r"scale=.* backward at head_dim=136 \(allowed: 2"):
+        choose_config(problem(scale=scale, head_dim=136), "backward", (9, 0))
+    assert choose_config(problem(scale=scale, head_dim=136), "forward", (9, 0))
 
 
 def test_shared_memory_of_the_hopper_forward_by_hand():
@@ -125,7 +139,7 @@ def test_cpu_tiles_are_the_backends():
     ({"head_dim": 100}, (9, 0), "head_dim=100 .* pad q, k and v with zeros to 104"),
     ({"head_dim": 256}, (8, 0), "head_dim=256 .* multiples of 8 up to 128"),
     ({"head_dim": 256}, (10, 0), "head_dim=256 .* multiples of 8 up to 128"),
-    ({"head_dim": 264}, (9, 0), "head_dim=264 .*the forward on this GPU .*of 8 up to 256"),
+    ({"head_dim": 264}, (9, 0), "head_dim=264 .*on this GPU .*of 8 up to 256"),
     ({"dtype": "float32"}, (9, 0), "float32 .*allowed: float16, bfloat16"),
     ({}, (7, 5), "compute capability 7.5; the kernels need 8.0"),
 ])

@@ -93,6 +93,17 @@ def test_head_group(target):
     assert group(batch=0) == 1
 
 
+@pytest.mark.parametrize("kv_len, mask, schedule", [
+    (8192, "full", "shift"), (8193, "full", "ascending"), (16384, "causal", "symmetric_shift"),
+    (448, "full", "ascending"), (512, "causal", "symmetric_shift")])
+def test_auto_of_wide_heads(kv_len, mask, schedule):
+    """Teams of long heads walk apart and outrun L2: a quarter slower with the full mask."""
+    asked = problem(q_len=kv_len, kv_len=kv_len, mask=mask, head_dim=256)
+    plan = make_plan(asked, "backward", H200)
+    assert (plan.schedule, plan.config.kernel) == (schedule, "bwd_sm90_wide")
+    assert head_group(asked, plan.config) == min(4, max(1 + (mask == "causal"), 2**14 // kv_len))
+
+
 def test_the_hopper_backward_keeps_its_heads_in_l2():
     """With groups as large as the portable kernel's it waited for memory: 1.98 instead of 1.29 ms
     at 2048 rows, full mask."""

@@ -70,6 +70,7 @@ DC_FN void wgmma_wait() {
 #define DC_D16(USE, i) DC_D8(USE, i), DC_D8(USE, i + 8)
 #define DC_D32(USE, i) DC_D16(USE, i), DC_D16(USE, i + 16)
 #define DC_D64(USE, i) DC_D32(USE, i), DC_D32(USE, i + 32)
+#define DC_OPERANDS_16(USE) DC_D16(USE, 0)
 #define DC_OPERANDS_40(USE) DC_D32(USE, 0), DC_D8(USE, 32)
 #define DC_OPERANDS_32(USE) DC_D32(USE, 0)
 #define DC_OPERANDS_48(USE) DC_D32(USE, 0), DC_D16(USE, 32)
@@ -77,9 +78,11 @@ DC_FN void wgmma_wait() {
 #define DC_OPERANDS_96(USE) DC_D64(USE, 0), DC_D32(USE, 64)
 #define DC_OPERANDS_128(USE) DC_D64(USE, 0), DC_D64(USE, 64)
 
+#define DC_NAMES_16 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define DC_NAMES_32 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, " \
-  "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+  DC_NAMES_16 ", " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define DC_NAMES_40 \
   DC_NAMES_32 ", " \
   "%32, %33, %34, %35, %36, %37, %38, %39"
@@ -140,6 +143,7 @@ DC_FN void wgmma_wait() {
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(B)); \
   }
 
+DC_WGMMA(32, 16, "%16", "%17", "%18", "%19", "%20", "%21")
 DC_WGMMA(64, 32, "%32", "%33", "%34", "%35", "%36", "%37")
 DC_WGMMA(80, 40, "%40", "%41", "%42", "%43", "%44", "%45")
 DC_WGMMA(96, 48, "%48", "%49", "%50", "%51", "%52", "%53")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from ..config import Target, choose_config, max_head_dim
+from ..config import Target, choose_config
 from ..config_sm90 import TARGET as HOPPER
 from ..problem import Problem
 from .inputs import INPUTS
@@ -26,14 +26,11 @@ class Case:
         A key of `INPUTS`.
     problem
         Sizes, dtype, mask and scale.
-    backward
-        Whether the backward is checked too; not where the target is known to have none.
     """
 
     title: str
     inputs: str
     problem: Problem
-    backward: bool = True
 
     @property
     def n_score(self) -> int:
@@ -56,8 +53,7 @@ def default_cases(target: Target, quick: bool = False) -> list[Case]:
     for quick_too, masks, title, inputs, sizes in _table(target):
         if quick and not quick_too:
             continue
-        backward = _has_backward(sizes, target)
-        cases += [Case(title, inputs, replace(sizes, mask=mask), backward) for mask in masks]
+        cases += [Case(title, inputs, replace(sizes, mask=mask)) for mask in masks]
     return cases
 
 
@@ -88,9 +84,9 @@ def _table(target: Target) -> list[tuple[bool, tuple[str, ...], str, str, Proble
         ]
     if target == HOPPER:
         table += [
-            (False, both, "wide heads, forward only", "normal",
+            (False, both, "wide heads", "normal",
              sized((2, 1), (3, 1), (4, 2), 192, "float16", batch=2)),
-            (False, both, "the widest heads, forward only", "deep",
+            (False, both, "the widest heads", "deep",
              sized((2, 1), (3, 1), (2, 1), 256, "bfloat16")),
         ]
     return table + [
@@ -102,13 +98,8 @@ def _table(target: Target) -> list[tuple[bool, tuple[str, ...], str, str, Proble
 
 
 def _tiles(problem: Problem, target: Target) -> tuple[int, int]:
-    directions = ("forward", "backward") if _has_backward(problem, target) else ("forward",)
-    configs = [choose_config(problem, direction, target) for direction in directions]
+    configs = [choose_config(problem, direction, target) for direction in ("forward", "backward")]
     return (max(config.q_tile for config in configs), max(config.kv_tile for config in configs))
-
-
-def _has_backward(problem: Problem, target: Target) -> bool:
-    return target == "cpu" or problem.head_dim <= max_head_dim("backward", target)
 
 
 def own_cases(problem: Problem, other_scale: bool = True) -> list[Case]:

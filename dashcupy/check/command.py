@@ -155,10 +155,8 @@ def _run_all(args: argparse.Namespace, subject: Subject, work: list[tuple[Case, 
 def _work(args: argparse.Namespace, subject: Subject) -> list[tuple[Case, list[str]]]:
     """Cases, each with the names of its backwards."""
     cases = _cases(args, subject)
-    work = [(case, subject.backwards(case.problem, args.schedule) if case.backward else [])
-            for case in cases]
-    work = [(case, names) for case, names in work
-            if names or not (args.schedule or case.backward) or args.forward_only]
+    work = [(case, subject.backwards(case.problem, args.schedule)) for case in cases]
+    work = [(case, names) for case, names in work if names or args.forward_only]
     if not work:
         raise InvalidInputError(
             f"schedule={args.schedule!r} is defined for none of the masks to check (allowed here: "

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import dashcupy
+import pytest
 from dashcupy import driver, schedules
 from dashcupy.plan import Plan
 
@@ -24,6 +25,8 @@ CAUSAL = {"full": False, "causal": True, "causal_top_left": "top_left"}
 # Every schedule with every kind of mask that it is defined for.
 SCHEDULED = [(name, mask) for name in schedules.names() for mask in ("full", "causal")
              if schedules.supports(name, mask)]
+# Other GPUs have no kernels above 128.
+HEAD_DIMS = (64, 128, pytest.param(256, marks=pytest.mark.sm90))
 NAMES = truth.NAMES
 PROCESS_LIMIT_S = 80  # most of it: importing torch and CuPy, compiling
 

@@ -13,6 +13,7 @@ from . import kernels
 from .support import (
     CAUSAL,
     DEVICE,
+    HEAD_DIMS,
     NAMES,
     PROCESS_LIMIT_S,
     SCHEDULED,
@@ -61,7 +62,7 @@ def expect_equal_repeats(case: Case, n_repeat: int, before=lambda i: None) -> No
     assert not any(count.values()), f"{case}: of {n_repeat} repeats differ {count}"
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize(("schedule", "mask"), SCHEDULED)
 def test_repeats(schedule, mask, head_dim):
     # A read of dq_accum before the write it follows, a turn that ends too early, dk and dv that
@@ -76,7 +77,7 @@ def test_many_short_sequences_repeat():
     expect_equal_repeats(case, 50)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize(("schedule", "mask"), SCHEDULED)
 def test_repeats_under_load(schedule, mask, head_dim):
     # SMs that are taken by others for a while: CTAs start late, elsewhere, in another order. The
@@ -96,11 +97,12 @@ def test_repeats_under_load(schedule, mask, head_dim):
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [
+    64, 128, *(pytest.param(head_dim, marks=pytest.mark.sm90) for head_dim in (192, 256))])
 @pytest.mark.parametrize(("schedule", "mask"), SCHEDULED)
 def test_random_delays(schedule, mask, head_dim):
     # Warps of one CTA that meet in an order which no run has shown so far: with DC_DELAY those of
-    # the Hopper kernels pause now and then. A barrier or a fence that is missing, and a hang.
+    # the Hopper backwards pause now and then. A barrier or a fence that is missing, and a hang.
     case = RACY.replace(schedule=schedule, mask=mask, head_dim=head_dim, batch=1)
     inputs = case.draw()
     expected = run(case, inputs)
@@ -124,15 +126,17 @@ def test_random_delays(schedule, mask, head_dim):
 
 
 @limit(PROCESS_LIMIT_S + 20)
-def test_another_process():
+@pytest.mark.parametrize("head_dims", [(64, 128), pytest.param((256,), marks=pytest.mark.sm90)])
+def test_another_process(head_dims):
     # Addresses, allocation order, the state of caches: anything that lives as long as a process.
-    here = digests(RACY) + digests(RACY.replace(head_dim=128))
+    here = [line for head_dim in head_dims for line in digests(RACY.replace(head_dim=head_dim))]
     code = ("from gpu.support import digests\nfrom gpu.test_determinism import RACY\n"
-            "for line in digests(RACY) + digests(RACY.replace(head_dim=128)):\n    print(line)\n")
+            f"for head_dim in {head_dims}:\n"
+            "    print(*digests(RACY.replace(head_dim=head_dim)), sep='\\n')\n")
     assert in_new_process(code).splitlines() == here
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize(("schedule", "mask"), SCHEDULED)
 def test_number_of_ctas(schedule, mask, head_dim):
     # A GPU with fewer SMs: bits that depend on which CTA takes which work, or a hang for want of
@@ -153,7 +157,7 @@ def test_number_of_ctas(schedule, mask, head_dim):
         expect_same_bits(dict(zip(("dq", "dk", "dv"), grads)), expected, f"{max_ctas} CTAs")
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize(("schedule", "mask"), SCHEDULED)
 def test_batch_and_heads_around(schedule, mask, head_dim):
     # Order of works over the whole batch that reaches into the sums of one head.
@@ -172,7 +176,7 @@ def test_batch_and_heads_around(schedule, mask, head_dim):
 
 
 @pytest.mark.skipif(env.debug(), reason="debug builds wait for the GPU, which no graph allows")
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize(("schedule", "mask"), [
     ("auto", "causal"), ("shift", "full"), ("symmetric_shift", "causal")])
 def test_cuda_graph(schedule, mask, head_dim):
@@ -194,7 +198,7 @@ def test_cuda_graph(schedule, mask, head_dim):
         expect_same_bits(got, expected[i], f"replay with inputs {i}")
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_schedules_are_told_apart(head_dim):
     # A name that is accepted and ignored. Orders of dq that are equal must give equal bits too.
     for mask in ("full", "causal"):

@@ -6,6 +6,7 @@ import pytest
 from .support import (
     CAUSAL,
     DEVICE,
+    HEAD_DIMS,
     NAMES,
     Case,
     backward,
@@ -40,7 +41,7 @@ def _batch_innermost_but_one(x):
     return x.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("change", [_heads_before_rows, _batch_innermost_but_one, _odd_rows,
                                     _shifted_by_one])
 def test_strides_do_not_change_bits(change, head_dim):
@@ -55,7 +56,7 @@ def test_strides_do_not_change_bits(change, head_dim):
                          f"{change.__name__} of {name} alone")
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("extra", [0, 1])
 def test_slices_of_a_fused_projection(extra, head_dim):
     # q, k, v and the three gradients as slices of one array; one more column: none is aligned.
@@ -79,7 +80,7 @@ def test_slices_of_a_fused_projection(extra, head_dim):
     assert grads[1].data_ptr() == slices(gradients)[1].data_ptr()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_broadcast_arrays(head_dim):
     # Zero strides: dout of a sum, keys that a batch shares.
     case = Case(200, 333, "causal", head_dim, batch=2, n_q_head=4, n_kv_head=2)
@@ -91,7 +92,7 @@ def test_broadcast_arrays(head_dim):
     expect_same_bits(run(case, inputs), run(case, plain), "expanded")
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_negative_strides(head_dim):
     # An unsigned or 32-bit stride. torch has no such views, CuPy has.
     cupy = pytest.importorskip("cupy")
@@ -107,8 +108,10 @@ def test_negative_strides(head_dim):
 
 @pytest.mark.parametrize("case", [
     Case(200, 333, "causal", n_q_head=4), Case(333, 200, "full", 40, "float16", n_q_head=4),
-    Case(200, 333, "causal", 72, "float16", n_q_head=4), Case(200, 333, "causal", 128, n_q_head=4)],
-    ids=["d64", "d40", "d72", "d128"])
+    Case(200, 333, "causal", 72, "float16", n_q_head=4), Case(200, 333, "causal", 128, n_q_head=4),
+    *(pytest.param(Case(200, 333, "causal", head_dim, n_q_head=4), marks=pytest.mark.sm90)
+      for head_dim in (136, 256))],
+    ids=["d64", "d40", "d72", "d128", "d136", "d256"])
 def test_surroundings_are_neither_read_nor_written(case):
     # NaN before, behind and between rows, heads and batch items: a padded column, row or key that
     # is loaded and multiplied by 0 gives NaN. Results lie in such arrays too.
@@ -142,7 +145,7 @@ def _in_nan(shape, dtype):
     return whole, inner
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("case", [
     Case(1100, 1100, "causal", n_kv_head=1), Case(650, 1300, "full", n_kv_head=1),
     Case(333, 200, "causal")], ids=["causal", "full", "dead-rows"])
@@ -160,7 +163,7 @@ def test_workspace_contents_do_not_matter(case, head_dim):
                          f"workspace full of 0x{byte:02X}")
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_fresh_memory_is_filled_with_nan(head_dim):
     # Results and workspace from torch's allocator, which fills all of it with NaN here.
     case = Case(333, 200, "causal", head_dim, n_kv_head=1)
@@ -200,7 +203,7 @@ def test_workspace_that_is_not_pooled():
     expect_same_bits(got, expected, "no pool")
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_offsets_beyond_32_bits(head_dim):
     # Element offsets above 2**31 between rows of one item, and between items: 4.4 GB, allocated
     # once. All inputs and results are views of it.

@@ -3,7 +3,17 @@
 import dashcupy
 import pytest
 
-from .support import SCHEDULED, Case, backward, check, expect_right, expect_same_bits, run, torch
+from .support import (
+    HEAD_DIMS,
+    SCHEDULED,
+    Case,
+    backward,
+    check,
+    expect_right,
+    expect_same_bits,
+    run,
+    torch,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -12,7 +22,7 @@ pytestmark = pytest.mark.gpu
 TILE = 128
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize(("schedule", "mask"), SCHEDULED)
 def test_schedule(schedule, mask, head_dim):
     # A wrong order or ticket: a part of dq that is lost or counted twice, a kv tile left out.
@@ -35,14 +45,17 @@ def test_unordered(mask):
 
 @pytest.mark.parametrize(("head_dim", "mask", "dtype"), [
     (8, "causal", "bfloat16"), (40, "full", "float16"), (72, "causal", "float16"),
-    (96, "full", "bfloat16"), (128, "causal", "float16"), (64, "full", "float16")])
+    (96, "full", "bfloat16"), (128, "causal", "float16"), (64, "full", "float16"),
+    *(pytest.param(*case, marks=pytest.mark.sm90) for case in (
+        (136, "causal", "float16"), (192, "full", "bfloat16"), (200, "causal", "bfloat16"),
+        (256, "full", "float16")))])
 def test_head_dim(head_dim, mask, dtype):
     # Padding columns that are not zero, or columns that belong to the next row; float16 read as
     # bfloat16.
     check(Case(200, 333, mask, head_dim, dtype, batch=2, n_q_head=4, n_kv_head=2))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize(("q_len", "kv_len"), [
     (1, 1), (1, 2 * TILE + 1), (2 * TILE + 1, 1), (TILE // 2 - 1, TILE // 2),
     (TILE // 2, TILE // 2 + 1), (TILE // 2 + 1, TILE // 2 - 1), (TILE - 1, TILE),
@@ -54,7 +67,7 @@ def test_lengths(q_len, kv_len, head_dim):
         check(Case(q_len, kv_len, mask, head_dim, batch=8, n_kv_head=1))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize(("q_len", "kv_len"), [(2048, 1024), (300, 100), (130, 1), (400, 129)])
 def test_rows_that_see_no_key_are_zero(q_len, kv_len, head_dim):
     # 0 / 0, exp(-inf + inf), and dq that nobody writes: whole tiles of such rows, and parts.
@@ -71,7 +84,7 @@ def test_rows_that_see_no_key_are_zero(q_len, kv_len, head_dim):
     assert out[:, dead:].any(-1).all() and lse[:, :, dead:].isfinite().all()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize(("batch", "q_len", "kv_len"), [(2, 0, 5), (2, 5, 0), (2, 0, 0), (0, 5, 7)])
 def test_nothing_to_attend(batch, q_len, kv_len, head_dim):
     # A grid of 0 CTAs is a launch error; results that no CTA writes must still be 0.
@@ -85,7 +98,7 @@ def test_nothing_to_attend(batch, q_len, kv_len, head_dim):
         assert (got["lse"] == float("-inf")).all()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize(("n_q_head", "n_kv_head"), [(4, 2), (6, 2), (16, 2), (12, 1)])
 def test_grouped_heads(n_q_head, n_kv_head, head_dim):
     # q heads that meet the wrong kv head, and dk, dv that miss a head of the group.
@@ -98,7 +111,7 @@ def test_grouped_heads(n_q_head, n_kv_head, head_dim):
                      f"{case} against kv heads repeated by hand")
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("scale", [1e-3, 0.5])
 def test_scale(scale, head_dim):
     # The default in place of the argument; a scale that is applied twice, or to dk but not to dq.
@@ -110,7 +123,7 @@ def test_scale(scale, head_dim):
     expect_right(case, inputs, {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}, scale)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("length", [64, 192, 704, 720])
 def test_scores_far_below_zero(length, head_dim):
     # A padded key scores 0, and exp(0 - lse) overflows for lse below -88; randn never gets there.
@@ -125,7 +138,7 @@ def test_scores_far_below_zero(length, head_dim):
         assert (got["lse"] < -88).all()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_one_hot_softmax(mask, head_dim):
     # Scores in the thousands: exp of a score that was not reduced by the maximum, lse in a 16-bit
@@ -147,7 +160,7 @@ def test_few_keys_with_large_values(length):
         assert all(got[name].isfinite().all() for name in ("out", "dq", "dk", "dv"))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_more_works_than_two_waves(mask, head_dim):
     # Works that a CTA takes second or third meet what the first left in shared memory or in the
@@ -174,7 +187,7 @@ def test_more_sequences_than_a_grid_axis_or_32_bits_hold():
         assert same.all(), f"{name}: copies {(~same).nonzero().flatten().tolist()[:8]} differ"
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_what_nobody_sees_may_be_nan(head_dim):
     # 0 * NaN: keys that no row sees, and rows that see no key, must not be multiplied at all.
     case = Case(200, 333, "causal_top_left", head_dim)
@@ -192,7 +205,7 @@ def test_what_nobody_sees_may_be_nan(head_dim):
     expect_same_bits(run(case, inputs), clean, f"{case} with NaN in rows 0 .. 132")
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_rows_that_see_no_key_stay_zero_beside_nan(head_dim):
     # 0 * NaN the other way round: a key that only other rows of the same q tile see.
     case = Case(333, 200, "causal", head_dim)

@@ -7,7 +7,7 @@ from dashcupy import schedules
 from dashcupy.schedules import Shape
 
 from . import kernels
-from .support import CAUSAL, DEVICE, SCHEDULED, Case, bits, torch
+from .support import CAUSAL, DEVICE, HEAD_DIMS, SCHEDULED, Case, bits, torch
 
 pytestmark = pytest.mark.gpu
 
@@ -105,7 +105,7 @@ def test_device_code_follows_the_model(name, mask):
             f"{next(i for i, pair in enumerate(zip(found, values)) if len(set(pair)) > 1)}"
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_dq_is_summed_in_ticket_order(mask, head_dim):
     # Tickets that are computed and not obeyed: dq is then right, but its bits are those of another

@@ -1,0 +1,81 @@
+// The Hopper backwards with keys as rows, what their main loops share: descriptors, masks, results.
+#pragma once
+#include "bwd_sm90_steps.cuh"
+#include "ptx/matrix.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/wgmma.cuh"
+#include "tile/row_values.cuh"
+#include "tile/smem_tile.cuh"
+
+// Steps of descriptors: 16 bytes are 1.
+DC_FN constexpr u32 k_major_step(int k, int panel_bytes) {
+  return u32(k / 4 * panel_bytes + k % 4 * K_STEP_BYTES) / 16;
+}
+DC_FN constexpr u32 mn_major_step(int k) { return u32(k * K_STEP_ROWS_BYTES) / 16; }
+
+// Rows of 16 bytes without swizzle: 8 rows are 128 bytes. Columns 8..15 of the k step read columns
+// 0..7 again (panel distance 0); the A operand is zero there.
+DC_FN u64 row_values_descriptor(u32 smem) {
+  u64 r;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(r) : "r"(smem >> 4), "r"(128u >> 4));
+  return r;
+}
+
+// No use of x may move above this point: x is the result of products just waited for.
+template <int N>
+DC_FN void keep_below(float (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+
+// A zero that the compiler takes for a variable: a constant it would write anew before each
+// product, in the middle of a group.
+DC_FN u32 opaque_zero() {
+  u32 zero = 0;
+  asm volatile("" : "+r"(zero));
+  return zero;
+}
+
+// Scores of keys that the diagonal hides: selected away before exp2, for they may be anything.
+// `key` is the key of this lane's first row; columns are q rows from q_row0 on.
+template <int N>
+DC_FN void hide_keys(float (&s)[N], int q_row0, int offset, int key, int lane) {
+  const int first = q_row0 + offset + 2 * (lane % 4) - key;  // visible: column + first >= 0
+#pragma unroll
+  for (int j = 0; j < N / 4; ++j)
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      if (first + 8 * j + e % 2 - 8 * (e / 2) < 0) s[4 * j + e] = HIDE;
+}
+
+// A warp's 16 rows of dk or dv, scaled and rounded, to gmem[key][column0 and on], as far as rows
+// and columns exist: whole 128 bytes of a row by way of shared memory. `staging` is a panel there,
+// `row0` the warp's first row in it, fragment(k) from the panel to a lane's fragment of 16 columns.
+template <int N, class Fragment>
+DC_FN void store_rows(const float (&acc)[N], u32 staging, int row0, const Fragment& fragment,
+                      Element* gmem, i64 row_stride, int key0, int kv_len, int column0, float scale,
+                      int lane) {
+  constexpr int LANES = PANEL_ROW_BYTES / 16, ROWS = WARP_SIZE / LANES;
+  const int lane_row = lane / LANES, chunk = lane % LANES;
+#pragma unroll
+  for (int panel = 0; panel < N / 32; ++panel) {
+#pragma unroll
+    for (int k = 0; k < PANEL_COLUMNS / 16; ++k) {
+      const auto word = [&](int i) {
+        const int at = 32 * panel + 8 * k + 2 * i;
+        return pack(acc[at] * scale, acc[at + 1] * scale);
+      };
+      stmatrix_x4(staging + fragment(k), word(0), word(1), word(2), word(3));
+    }
+    __syncwarp();
+    const int column = column0 + PANEL_COLUMNS * panel + 8 * chunk;
+#pragma unroll
+    for (int row = lane_row; row < 16; row += ROWS) {
+      u32 word[4];
+      ld_shared_v4(word, staging + (row0 + row) * PANEL_ROW_BYTES + ((chunk ^ row % 8) << 4));
+      if (key0 + row < kv_len && column < DC_HEAD_DIM)
+        store_8(gmem + (key0 + row) * row_stride + column, word);
+    }
+    __syncwarp();
+  }
+}
