@@ -40,7 +40,7 @@ def plans_of(case: Case) -> list[Plan]:
                      for direction in ("forward", "backward"))
     delayed = dataclasses.replace(plan, kernels=tuple(
         dataclasses.replace(kernel, defines=(*kernel.defines, ("DC_DELAY", 1)))
-        if kernel.kernel == "bwd_sm90" else kernel for kernel in plan.kernels))
+        if kernel.kernel.startswith("bwd_sm90") else kernel for kernel in plan.kernels))
     return [forward, plan, delayed]
 
 
