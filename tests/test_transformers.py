@@ -1,5 +1,7 @@
 """Models of Transformers, built from small configurations: right, trainable, or refused."""
 
+import copy
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -104,8 +106,11 @@ def test_generation_with_a_growing_cache():
     ({"position_ids": RESTARTED, "use_cache": True}, "packed sequences"),
     ({"cu_seq_lens_q": torch.tensor([0, 8, LENGTH]), "use_cache": False}, "cu_seq_lens_q"),
     ({"output_attentions": True}, "output_attentions"),
+    ({"block_indices": torch.zeros(1, 2, LENGTH, 1)}, "block_indices is a tensor"),
+    ({"indices": torch.zeros(1, LENGTH, 4)}, "indices is a tensor"),
+    ({"sinks": torch.zeros(4)}, "sinks is a tensor"),
 ], ids=["left", "right", "short", "own mask", "positions", "positions, cache", "cu_seq_lens",
-        "weights"])
+        "weights", "blocks of an indexer", "keys of an indexer", "sinks"])
 def test_batches_that_cannot_be_computed_are_refused(inputs, words):
     with pytest.raises(UnsupportedError, match=words):
         model()(input_ids=tokens(), **inputs)
@@ -122,6 +127,29 @@ def test_models_that_cannot_be_computed_are_refused(kind, changes, words):
     net = model(kind, **changes).train()
     with pytest.raises(UnsupportedError, match=words):
         net(input_ids=tokens(), use_cache=False)
+
+
+@pytest.mark.parametrize("kind, changes", [
+    ("Bloom", {"n_layer": 1, "n_head": 4}), ("XGLM", {"d_model": 64, "attention_heads": 4,
+                                                      "num_layers": 1, "ffn_dim": 96})])
+def test_models_with_an_attention_of_their_own_are_refused(kind, changes):
+    """They never call ours: without a mask to read they would see the tokens to come."""
+    with pytest.raises(UnsupportedError, match="an attention of its own"):
+        model(kind, **changes)(input_ids=tokens())
+
+
+def test_causal_mask_counts_where_the_module_says_it_is_not_causal():
+    net = model("BigBirdPegasus", d_model=64, decoder_layers=1, decoder_attention_heads=4,
+                decoder_ffn_dim=96, dropout=0.0, num_hidden_layers=1).eval()
+    whole = net(input_ids=tokens()).logits
+    torch.testing.assert_close(net(input_ids=tokens()[:, :9]).logits, whole[:, :9])
+
+
+def test_what_stands_for_a_causal_mask_can_be_moved_and_copied_by_libraries():
+    mask = dashcupy.torch.transformers._CausalMask()
+    assert not hasattr(mask, "to") and type(copy.deepcopy(mask)) is type(mask)
+    with pytest.raises(UnsupportedError, match="an attention of its own"):
+        torch.zeros(1) + mask
 
 
 def test_sliding_window_is_refused_where_generation_outgrows_it():

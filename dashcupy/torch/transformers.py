@@ -16,6 +16,35 @@ _PADDED = ("dashcupy cannot compute padded batches: attention_mask is 0 for some
 _OTHER = ("dashcupy computes full and causal attention only, and this model or batch needs another "
           "mask ({}). Use attn_implementation='sdpa' or 'flex_attention'")
 _PACKED = _OTHER.format("packed sequences, whose position_ids start again, or an extra mask")
+_OWN = ("this model has an attention of its own, which reads the causal mask and never calls "
+        "dashcupy's: use attn_implementation='eager'")
+# What models hand to an attention beside the mask, and what changes its result.
+_REFUSED = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices",
+            "cu_seq_lens_q", "cu_seq_lens_k")
+
+
+class _CausalMask:
+    """What a model gets for a causal mask: only `_forward` knows it.
+
+    None would do for models that call `_forward`. Others would compute full attention without a
+    word, so whatever they try to do with it is refused.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _NoMaskError(_OWN)
+
+    def __getitem__(self, index: Any) -> Any:
+        raise UnsupportedError(_OWN)
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        raise UnsupportedError(_OWN)
+
+
+class _NoMaskError(UnsupportedError, AttributeError):
+    """Also what ``hasattr`` expects: libraries that move arguments to a device ask by it."""
 
 
 def register_transformers(name: str = "dashcupy", *, schedule: str = "auto") -> None:
@@ -23,8 +52,9 @@ def register_transformers(name: str = "dashcupy", *, schedule: str = "auto") -> 
 
     Full and causal attention, grouped kv heads, training and generation with a growing cache. What
     else a model or batch needs is refused, never computed wrong: padded batches, packed sequences,
-    sliding windows and chunks shorter than the sequence, soft caps, sinks, biases, dropout,
-    attention weights, static and paged caches, masks made by the caller.
+    sliding windows and chunks shorter than the sequence, keys chosen by an indexer, soft caps,
+    sinks, biases, dropout, attention weights, static and paged caches, masks made by the caller,
+    and causal models whose attention cannot be replaced.
 
     Parameters
     ----------
@@ -65,8 +95,8 @@ def register_transformers(name: str = "dashcupy", *, schedule: str = "auto") -> 
                 value: torch.Tensor, attention_mask: Any = None, **options: Any) -> Any:
         return _forward(module, query, key, value, attention_mask, schedule, **options)
 
-    def mask(*arguments: Any, **options: Any) -> None:
-        _check_mask(sdpa_mask, *arguments, **options)
+    def mask(*arguments: Any, **options: Any) -> _CausalMask | None:
+        return _check_mask(sdpa_mask, *arguments, **options)
 
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, mask)
@@ -75,16 +105,16 @@ def register_transformers(name: str = "dashcupy", *, schedule: str = "auto") -> 
 def _forward(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
              attention_mask: Any, schedule: str, *, dropout: float = 0.0,
              scaling: float | None = None, is_causal: bool | None = None,
-             sliding_window: int | None = None, softcap: float | None = None,
-             s_aux: Any = None, position_bias: Any = None, cu_seq_lens_q: Any = None,
-             cu_seq_lens_k: Any = None, output_attentions: bool | None = None,
-             position_ids: torch.Tensor | None = None, **_: Any) -> tuple[torch.Tensor, None]:
+             sliding_window: int | None = None, output_attentions: bool | None = None,
+             position_ids: torch.Tensor | None = None,
+             **others: Any) -> tuple[torch.Tensor, None]:
     """The attention of one layer; query, key and value are [batch, heads, len, head_dim]."""
+    if isinstance(attention_mask, _CausalMask):  # some modules that have one say is_causal=False
+        attention_mask, is_causal = None, True
     require_neutral(
         type(module).__name__, attention_mask=(attention_mask, None), dropout=(dropout, 0),
-        softcap=(softcap, None), s_aux=(s_aux, None), position_bias=(position_bias, None),
-        cu_seq_lens_q=(cu_seq_lens_q, None), cu_seq_lens_k=(cu_seq_lens_k, None),
-        output_attentions=(output_attentions or None, None))
+        output_attentions=(output_attentions or None, None),
+        **{name: (others.get(name), None) for name in _REFUSED})
     q_len, kv_len = query.shape[2], key.shape[2]
     if sliding_window is not None and kv_len > sliding_window:
         raise UnsupportedError(_OTHER.format(
@@ -123,7 +153,8 @@ def _check_mask(sdpa_mask: Callable, batch_size: int, q_length: int, kv_length: 
                 q_offset: Any = 0, kv_offset: int = 0, mask_function: Any = None,
                 attention_mask: torch.Tensor | None = None, local_size: int | None = None,
                 allow_is_causal_skip: bool = True,
-                allow_is_bidirectional_skip: bool | None = None, **options: Any) -> None:
+                allow_is_bidirectional_skip: bool | None = None,
+                **options: Any) -> _CausalMask | None:
     """Refuse the mask that a model asks for unless it is full, or causal to the last key.
 
     The two ``allow`` flags are True only where the mask is one of these, but for padding and
@@ -155,3 +186,4 @@ def _check_mask(sdpa_mask: Callable, batch_size: int, q_length: int, kv_length: 
             torch._assert_async(seen.all(), _PADDED)
         elif seen.shape[1] != kv_length or not seen.all():
             raise UnsupportedError(_PADDED)
+    return None if full else _CausalMask()
