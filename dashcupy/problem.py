@@ -98,7 +98,8 @@ class Problem:
             (self.dtype in DTYPES,
              f"dtype {self.dtype} is not supported (allowed: {', '.join(DTYPES)})"),
             (self.mask in MASKS, f"mask {self.mask!r} is not known (allowed: {', '.join(MASKS)})"),
-            (min(self.batch, self.q_len, self.kv_len, self.n_q_head) >= 0,
+            # One by one: of sizes that are symbolic, torch.export would keep which is the smallest.
+            (all(n >= 0 for n in (self.batch, self.q_len, self.kv_len, self.n_q_head)),
              f"sizes must not be negative, got {self}"),
             (self.head_dim > 0, f"head_dim={self.head_dim}: must be at least 1"),
             (self.n_kv_head > 0 or self.n_q_head == 0,

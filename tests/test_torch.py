@@ -165,6 +165,18 @@ def test_exported_with_a_dynamic_length():
     assert torch.equal(exported(x), dash.attention(x, x, x, causal=True))
 
 
+def test_exported_with_a_dynamic_batch():
+    """Not one that must stay larger or smaller than another size."""
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return dash.attention(x, x, x)
+
+    exported = torch.export.export(Model(), (torch.randn(5, 9, 4, 8),), dynamic_shapes=(
+        {0: torch.export.Dim("batch"), 1: torch.export.Dim("length")},)).module()
+    for x in (torch.randn(2, 9, 4, 8), torch.randn(20, 3, 4, 8)):
+        assert torch.equal(exported(x), dash.attention(x, x, x))
+
+
 def test_autocast_casts_as_for_pytorchs_attention():
     q, k, v, dout = tensors(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
