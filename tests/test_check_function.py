@@ -228,6 +228,8 @@ def test_wrong_values_of_a_pair_are_found(checked, old, new, fault):
     ("f = 3", "f", "is of type int, and cannot be called"),
     ("f = 3", "g", "'g' is not there (there are: f)"),
     ("import nowhere", "f", "cannot be imported (ModuleNotFoundError: No module named 'nowhere')"),
+    ("raise SystemExit", "f", "cannot be imported (SystemExit"),  # status 0 would mean: all holds
+    ("def f(q, k, v): raise SystemExit", "f", "f raised SystemExit"),
     ("class f:\n    pass", "f", "is a class: name an instance of it"),
     (PAIR + "\n    backward = lambda *a, **k: 1", "", "backward returned a int, expected a tuple"),
     (PAIR + "\n    forward = lambda *a, **k: [1]", "", "returned a int as out, expected a numpy."),

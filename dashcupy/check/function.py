@@ -80,7 +80,7 @@ def _find(spec: str) -> Any:
         sys.path.insert(0, os.getcwd())
     try:
         found = importlib.import_module(module_name)
-    except Exception as error:  # whatever the module of the user raises
+    except (Exception, SystemExit) as error:  # whatever the module of the user raises
         raise InvalidInputError(
             f"--function {spec}: module {module_name!r} cannot be imported "
             f"({type(error).__name__}: {error}); it is looked for in this folder and where Python "
@@ -156,7 +156,7 @@ class Call:
             return self.function(*arrays, **options)
         except DashcupyError:
             raise
-        except Exception as error:  # of the user's function
+        except (Exception, SystemExit) as error:  # of the user's function
             raise UnsupportedError(self._words(error, arrays, options)) from error
 
     def _words(self, error: Exception, arrays: tuple, options: dict) -> str:
