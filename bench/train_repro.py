@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
         help="sequences of a step, over all processes (default: 8)")
     add("--steps", type=_count, default=300, help="default: 300")
     add("--seed", type=_seed, default=0, help="of weights and batches (default: 0)")
-    add("--lr", type=float, default=6e-4, help="highest learning rate (default: 6e-4)")
+    add("--lr", type=_rate, default=6e-4, help="highest learning rate (default: 6e-4)")
     add("--attention", choices=KINDS, default="dashcupy",
         help="ours, or through PyTorch what it picks, FlashAttention-2, cuDNN (default: dashcupy)")
     add("--schedule", default="auto", metavar="NAME",
@@ -53,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
         help="default: a GPU if there is one")
     add("--parallel", choices=MODES, default="none", help="under torchrun (default: none)")
     add("--json", type=Path, metavar="FILE", help="where the record goes")
-    add("--hash-every", type=int, default=50, metavar="N",
+    add("--hash-every", type=_count_or_never, default=50, metavar="N",
         help="digests of all gradients at every Nth step and the last; 0: never (default: 50)")
     add("--checkpoint-every", type=_count, metavar="N", help="default: never")
     add("--checkpoint-dir", type=Path, default=Path(), metavar="FOLDER",
@@ -112,6 +113,17 @@ def _count(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} (allowed: 1 or more)")
+    return value
+
+
+def _count_or_never(text: str) -> int:
+    return 0 if text == "0" else _count(text)
+
+
+def _rate(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{value} (allowed: a finite number > 0)")
     return value
 
 

@@ -198,10 +198,38 @@ def test_progress_is_plain_lines_where_nobody_watches(capsys):
     (["--plot", "x.png"], "give --compare A B"),
     (["--compare", "none.json", "none.json"], "none.json cannot be read as a record"),
     ([*TINY, "--resume", str(ROOT / "README.md")], "no checkpoint can be read there"),
+    ([*TINY, "--json", str(ROOT)], "cannot be written: Is a directory"),
+    ([*TINY, "--checkpoint-every", "2", "--checkpoint-dir", str(ROOT / "LICENSE")],
+     "LICENSE/train-step2.pt cannot be written"),
 ])
 def test_refusals_say_what_to_do(arguments, words, capsys):
+    """Before the first step: what cannot be written must not cost a whole run."""
     assert _main(*arguments) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err and not captured.out
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["--lr", "nan"], "allowed: a finite number > 0"), (["--lr", "0"], "finite number > 0"),
+    (["--hash-every", "-3"], "-3 (allowed: 1 or more)")])
+def test_numbers_out_of_range_are_refused(arguments, words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        _main(*TINY, *arguments)
     assert words in capsys.readouterr().err
+
+
+def test_parts_of_a_record_or_checkpoint_are_refused(runs, tmp_path, capsys):
+    """Not with status 1, which means that the runs differ."""
+    part = json.loads((runs / "a.json").read_text())
+    del part["weights"]
+    (tmp_path / "part.json").write_text(json.dumps(part))
+    assert _main("--compare", runs / "a.json", tmp_path / "part.json") == 2
+    assert "not a whole record (KeyError: 'weights')" in capsys.readouterr().err
+    (tmp_path / "empty.pt").touch()
+    torch.save({"config": {}}, tmp_path / "part.pt")
+    for name in ("empty.pt", "part.pt"):
+        assert _main(*TINY, "--resume", tmp_path / name) == 2
+        assert "no checkpoint can be read there" in capsys.readouterr().err
 
 
 def test_checkpoint_of_another_run_is_refused(runs, capsys):

@@ -49,20 +49,21 @@ def load(path: Path, team: Team, model: nn.Module, optimizer: torch.optim.Optimi
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-        then = content["config"]
-    except (OSError, RuntimeError, pickle.UnpicklingError, KeyError, TypeError) as error:
+        then, weights, state, step, rng = (
+            content[name] for name in ("config", "model", "optimizer", "step", "rng"))
+        other = [f"{name} was {then.get(name)}, is {value}"
+                 for name, value in config.items() if then.get(name) != value]
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, KeyError, TypeError,
+            AttributeError) as error:
         raise InvalidInputError(f"--resume {path}: no checkpoint can be read there "
                                 f"({type(error).__name__}); give a file that --checkpoint-every "
                                 f"wrote") from error
-    other = [f"{name} was {then.get(name)}, is {value}"
-             for name, value in config.items() if then.get(name) != value]
     if other:
         raise InvalidInputError(f"--resume {path}: that run had other options, so this one cannot "
                                 f"go on to the same bits: {'; '.join(other)}")
-    set_state_dict(model, optimizer, model_state_dict=content["model"],
-                   optim_state_dict=content["optimizer"],
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state,
                    options=StateDictOptions(full_state_dict=True))
-    torch.set_rng_state(content["rng"])
+    torch.set_rng_state(rng)
     if team.device.type == "cuda":
         torch.cuda.set_rng_state(content["cuda_rng"], team.device)
-    return content["step"]
+    return step

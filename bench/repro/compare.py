@@ -63,8 +63,17 @@ def compare(path_a: Path, path_b: Path) -> Comparison:
     Raises
     ------
     InvalidInputError
-        A file is no record, or the two have no step in common.
+        A file is no whole record, or the two have no step in common.
     """
+    try:
+        return _compare(path_a, path_b)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise InvalidInputError(f"{path_a} or {path_b} is not a whole record "
+                                f"({type(error).__name__}: {error}); train again with --json"
+                                ) from error
+
+
+def _compare(path_a: Path, path_b: Path) -> Comparison:
     a, b = record.read(path_a), record.read(path_b)
     steps = range(max(a["first_step"], b["first_step"]), min(_end(a), _end(b)))
     if not steps:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import hashlib
 import json
 import os
 import platform
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -68,6 +70,24 @@ def read(path: Path) -> dict:
     return found
 
 
+def require_writable(path: Path) -> None:
+    """Refuse, before the work, a file that `write_at_once` could not write after it.
+
+    Raises
+    ------
+    InvalidInputError
+        With the system's reason.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
 def write_at_once(path: Path, write_to: Callable[[BinaryIO], object]) -> None:
     """Let a function fill a file that appears under its name whole, or not at all.
 
@@ -85,6 +105,10 @@ def write_at_once(path: Path, write_to: Callable[[BinaryIO], object]) -> None:
             os.fsync(file.fileno())
         os.replace(scratch, path)
     except OSError as error:
-        raise InvalidInputError(f"{path} cannot be written: {error.strerror}") from error
+        raise _unwritable(path, error) from error
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def _unwritable(path: Path, error: OSError) -> InvalidInputError:
+    return InvalidInputError(f"{path} cannot be written: {error.strerror}")

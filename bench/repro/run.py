@@ -7,6 +7,7 @@ import io
 import math
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -46,6 +47,9 @@ def train(options: argparse.Namespace) -> dict:
                           f"the CPU; give --attention dashcupy or sdpa")
     team = parallel.join(options.parallel, device, options.batch)
     try:
+        if team.rank == 0:
+            for path in _files(options):
+                record.require_writable(path)
         run = _Run(options, team, data.read(options.text))
         found = run.go() | {"deterministic": applied}
         if options.json and team.rank == 0:
@@ -53,6 +57,19 @@ def train(options: argparse.Namespace) -> dict:
         return found
     finally:
         team.close()
+
+
+def _files(options: argparse.Namespace) -> Iterator[Path]:
+    """What a run will write, the checkpoints by the first of them."""
+    if options.json:
+        yield options.json
+    if options.checkpoint_every:
+        yield _checkpoint_path(options, options.checkpoint_every)
+
+
+def _checkpoint_path(options: argparse.Namespace, done: int) -> Path:
+    name = options.json.stem if options.json else "train"
+    return Path(options.checkpoint_dir) / f"{name}-step{done}.pt"
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
@@ -176,9 +193,8 @@ class _Run:
     def _save(self, done: int) -> None:
         every = self.options.checkpoint_every
         if every and done % every == 0:
-            name = self.options.json.stem if self.options.json else "train"
-            checkpoint.save(Path(self.options.checkpoint_dir) / f"{name}-step{done}.pt", self.team,
-                            self.decoder, self.optimizer, done, self.config)
+            checkpoint.save(_checkpoint_path(self.options, done), self.team, self.decoder,
+                            self.optimizer, done, self.config)
 
     def _resume(self) -> int:
         if not self.options.resume:
