@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
@@ -96,10 +96,8 @@ def _n_step(r: Mapping) -> int:
 def makespan(r: Mapping, costs: Costs) -> float:
     """Simulated time of the run that a record describes, in the units of ``costs``.
 
-    CTAs, tiles and groups of heads are those of the record; ``unordered`` adds in any order.
+    CTAs, tiles and groups of heads are those of the record.
     """
-    if not ours.is_deterministic(r["schedule_used"]):
-        costs = replace(costs, ordered=False)
     return _makespan(r["schedule_used"], _shape_of(r), r["batch"] * r["kv_heads"],
                      r["kernel"]["resident"], costs, r["q_heads"] // r["kv_heads"],
                      r["kernel"]["head_group"])

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 import dashcupy
+from dashcupy.errors import UnsupportedError
 from dashcupy.plan import make_plan
 from dashcupy.problem import Problem
 
@@ -140,6 +141,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the table there, too")
     options = parser.parse_args(arguments)
     chosen = [name for name in options.framework or ARRAYS if name != "none"]
+    missing = [name for name in chosen if not importlib.util.find_spec(name)]
+    if missing:
+        raise UnsupportedError(f"{' and '.join(missing)} not installed; give --framework with "
+                               f"another, or --framework none for what needs no GPU")
     records = report("any", new_plans(), lambda: None, options.rounds)
     if importlib.util.find_spec("torch"):
         records += around_nothing(options.rounds)

@@ -271,7 +271,7 @@ def find_sanitizer() -> str | None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run all, print the table and every new report."""
-    parser = argparse.ArgumentParser(prog="python -m bench.sanitize", description=__doc__,
+    parser = argparse.ArgumentParser(prog="python -m dashcupy bench sanitize", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", default=",".join(TOOLS), help=f"default: {','.join(TOOLS)}")
     parser.add_argument("--cases", default="", help="only cases whose name has this text")

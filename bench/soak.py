@@ -3,9 +3,8 @@
 Backward calls at mixed shapes, in turns on several streams, with fresh results and workspace from
 CuPy's pool each time. Every result is compared on the GPU with that of the first call of its kind.
 Each few thousand calls the memory of pool, GPU and process is read, and a few calls run out of
-memory half-way. The exit status is 1 if a bit
-changed, memory grew, or an error was not clean; a call that hangs ends the process with status 1,
-too.
+memory half-way. The exit status is 1 if a bit changed, memory grew, or an error was not clean; a
+call that hangs ends the process with status 1, too.
 """
 
 from __future__ import annotations
@@ -164,7 +163,7 @@ def soak(cupy: ModuleType, n_call: int, n_reading: int) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 if nothing was wrong."""
-    parser = argparse.ArgumentParser(prog="python -m bench.soak", description=__doc__,
+    parser = argparse.ArgumentParser(prog="python -m dashcupy bench soak", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=100_000)
     parser.add_argument("--readings", type=int, default=20)

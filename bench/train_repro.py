@@ -26,7 +26,8 @@ first. Exit status: 0 done or equal, 1 different, 2 refused. Under torchrun: giv
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    found = argparse.ArgumentParser(prog="python -m bench.train_repro", description=DESCRIPTION,
+    found = argparse.ArgumentParser(prog="python -m dashcupy bench train_repro",
+                                    description=DESCRIPTION,
                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     add = found.add_argument
     add("--size", choices=SIZES, default="base",

@@ -33,7 +33,7 @@ DC_FN void load_tiles(SharedStorage& smem, const BackwardParams& params, const B
     const Batch& batch = smem.batches[n % N_BATCH];
     mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
     if (batch.stop) return;
-    if (batch.is_first && batch.has_steps) {
+    if (batch.is_first && batch.count > 0) {  // without q heads no step and no map
       const int stage = batch.kv_tile0 % N_KV_STAGE;
       const u32 kv_full = smem_address(&barriers.kv_full[stage]);
       mbarrier_wait(smem_address(&barriers.kv_empty[stage]),

@@ -1,7 +1,7 @@
 // The Hopper backwards with keys as rows, the producer: tiles into shared memory, by tensor maps.
 //
-// Included behind a layout: tiles, N_Q_STAGE, N_DOUT_STAGE, q_empty and dout_empty, ONE_STAGE (q and
-// dout are handed back together), SharedStorage.
+// Included behind a layout: tiles, N_Q_STAGE, N_DOUT_STAGE, q_empty and dout_empty, ONE_STAGE (q
+// and dout are handed back together), SharedStorage.
 #pragma once
 
 // Loads k and v of each kv tile, and q, row values and dout of each step.

@@ -28,8 +28,8 @@ DC_FN void write_dq(SharedStorage& smem, const BackwardParams& params) {
       const bool is_first = !DC_UNORDERED && step.ticket == 0;
       if (!DC_UNORDERED && !is_first)
         turnstile_wait_bulk(
-            semaphore, Turn{step.tile_index / ceil_div(params.q_len, Q_TILE), batch.row0 / KV_TILE,
-                            step.q_tile, step.ticket}, params.report);
+            semaphore, Turn{step.tile_index, batch.row0 / KV_TILE, step.q_tile, step.ticket},
+            params.report);
       if (batch.ends_work && i + 1 == batch.count)
         mbarrier_arrive(smem_address(&barriers.turns_came));
       random_delay(i);

@@ -55,8 +55,9 @@ DC_FN bool needs_mask(const Mask& mask, int row0, int key0) {
 // batch_empty[s]    BATCH_READERS  producer, writers, consumer warps   planner        batches
 // turns_came        N_WRITER       writers, turn of the last part of   planner        the next work
 //                                  a work has come
-// ALL_DONE (1)      256 threads    consumers, last product done        consumers      ds, as staging
-//                                                                                     of dk and dv
+// ALL_DONE (1)      256 threads    consumers, last product done        consumers      ds, as
+//                                                                                     staging of
+//                                                                                     dk and dv
 //
 // p and ds need no barrier for their being free. P and dS of a step go where those of two steps
 // before were. What reads those is done in a warpgroup when its S of the step before (p) or of the

@@ -45,7 +45,7 @@ struct Consumer {
   DC_FN Consumer(int w, int warp, int lane)
       : w(w), warp(warp), lane(lane), first_panel(w * PANELS_OF_0),
         delta_ones(delta_columns(lane)), zero(opaque_zero()) {
-const u32 row = 16 * warp + lane % 16;
+    const u32 row = 16 * warp + lane % 16;
     fragment_at = row * PANEL_ROW_BYTES;
     swizzle_row = row % 8;
   }
@@ -135,8 +135,8 @@ DC_FN void store_dq_panel(const float (&dq)[32], SharedStorage& smem, const Cons
 DC_FN void store_scores(u32 tile, const u32 (&scores)[4 * OWN_K_STEPS], const Consumer& me) {
 #pragma unroll
   for (int k = 0; k < OWN_K_STEPS; ++k)
-    stmatrix_x4(tile + me.fragment(OWN_K_STEPS * me.w + k), scores[4 * k], scores[4 * k + 1], scores[4 * k + 2],
-                scores[4 * k + 3]);
+    stmatrix_x4(tile + me.fragment(OWN_K_STEPS * me.w + k), scores[4 * k], scores[4 * k + 1],
+                scores[4 * k + 2], scores[4 * k + 3]);
 }
 
 DC_FN void pack_scores(u32 (&packed)[4 * OWN_K_STEPS], const float (&x)[Q_ROWS / 2]) {

@@ -21,7 +21,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .errors import InvalidInputError, UnsupportedError
@@ -139,7 +139,8 @@ def simulate(schedule: Schedule | str, shape: Shape, n_head: int, n_worker: int,
     Parameters
     ----------
     schedule
-        A name, or anything with the functions of ``schedules.contract.Schedule``.
+        A name, or anything with the functions of ``schedules.contract.Schedule``. In one that is
+        not deterministic nobody waits for a turn.
     n_head
         kv heads of the whole batch.
     n_worker
@@ -168,8 +169,10 @@ def simulate(schedule: Schedule | str, shape: Shape, n_head: int, n_worker: int,
     if assignment not in ASSIGNMENTS:
         raise InvalidInputError(
             f"assignment={assignment!r} is not known (allowed: {', '.join(ASSIGNMENTS)})")
-    return _Run(schedule, shape, n_head, n_worker, costs or Costs(), q_per_kv,
-                head_group).run(assignment)
+    costs = costs or Costs()
+    if not schedule.DETERMINISTIC:
+        costs = replace(costs, ordered=False)
+    return _Run(schedule, shape, n_head, n_worker, costs, q_per_kv, head_group).run(assignment)
 
 
 def check_resident(schedule: Schedule | str, shape: Shape, n_head: int, n_resident: int,

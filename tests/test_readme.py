@@ -56,7 +56,8 @@ def _run_snippet_of(framework: str) -> None:
     assert names["dq"].shape == names["q"].shape
 
 
-@pytest.mark.parametrize("needed", ["dashcupy.torch import attention", "transformers"])
+@pytest.mark.parametrize("needed", ["dashcupy.torch import attention", "flash_attn_func",
+                                    "transformers"])
 def test_torch_snippet_runs(needed):
     for module in ("torch", "transformers"):
         pytest.importorskip(module, reason=f"{module} is not installed")
@@ -79,6 +80,19 @@ def test_every_schedule_has_a_row_with_its_masks():
     masks = {name: "any" if len(schedules.get(name).MASKS) == 2 else schedules.get(name).MASKS[0]
              for name in schedules.names()}
     assert rows == {"auto": "any", **masks}
+
+
+def test_auto_table_is_what_auto_picks():
+    """A table of one kernel was taken for that of all."""
+    rows = re.findall(r"^\| (?:Hopper, head_dim|any other) .*? \| (.*) \| (.*) \|$", README,
+                      re.MULTILINE)
+    kernels = ("bwd_sm90_d64", "bwd_sm90", "bwd_sm90_wide", "bwd_sm80")
+    for kernel, cells in zip(kernels, rows, strict=True):
+        for causal, cell in zip((False, True), cells):
+            picked = dict.fromkeys(
+                schedules.auto(schedules.Shape.from_counts(n, n, causal), kernel)
+                for n in (8, 128, 129))
+            assert re.findall(r"`(\w+)`", cell) == list(picked), (kernel, causal)
 
 
 def test_environment_table_is_the_one_of_the_code():

@@ -61,7 +61,7 @@ def one_team_shift(n):
     """``shift`` on n x n tiles without its bound on the team."""
     schedule = {key: getattr(schedules.get("shift"), key)
                 for key in ("num_steps", "num_work", "work_size", "kv_tile", "num_contributors")}
-    return SimpleNamespace(**schedule, NAME="one_team_shift",
+    return SimpleNamespace(**schedule, NAME="one_team_shift", DETERMINISTIC=True,
                            q_tile=lambda shape, kv_tile, step: (kv_tile + step) % n,
                            ticket=lambda shape, kv_tile, q_tile: (q_tile - kv_tile) % n,
                            team_size=lambda shape: n, chunk_size=lambda shape: n)
@@ -235,3 +235,11 @@ def test_bad_arguments_are_refused():
     with pytest.raises(InvalidInputError, match="not defined for the causal mask"):
         simulate("shift", Shape.from_counts(2, 2, causal=True), 1, 2)
     assert simulate("shift", Shape.from_counts(0, 2), 1, 2).makespan == 0.0
+
+
+def test_nobody_waits_for_a_turn_without_an_order():
+    """With turns `schedule unordered` looked slower than any order that it is there to price."""
+    for shape in (Shape.from_counts(8, 8), Shape.from_counts(8, 8, causal=True)):
+        result = simulate("unordered", shape, 2, 8)
+        assert not result.deadlock and result.stall == [0.0] * 8
+        assert simulate("descending", shape, 2, 8, head_group=1).makespan > result.makespan

@@ -1,8 +1,9 @@
 // The turn in the sum of dq: kv tiles add their part of a q tile's dq one after another, in the
 // order of their tickets, so that the float32 sum has the same bits in every run.
 //
-// A q tile of a q head has one semaphore (bwd_sm90_wide: two, its columns are two sums): the number of contributors that are done (zeroed before
-// the kernel by bwd_preprocess). The contract, for the contributor with ticket t:
+// A q tile of a q head has one semaphore (bwd_sm90_wide: two, its columns are two sums): the number
+// of contributors that are done (zeroed before the kernel by bwd_preprocess). The contract, for the
+// contributor with ticket t:
 //
 //   one thread:   turnstile_wait(t)     acquire load until the count is t
 //   all threads:  CTA barrier           passes what the one thread has acquired on to all; without

@@ -27,7 +27,8 @@ def auto(shape: Shape, kernel: str = "") -> str:
     * causal: ``descending`` starts the long kv tiles first, so that no CTA is left alone with a
       long one, and its kv tiles leave the last q tile one after another, each one step later.
     * full: ``ascending``; all kv tiles are equally long, so the order of works is all the same.
-    * ``bwd_sm90``: teams, ``symmetric_shift`` and ``shift``, whose kv tiles never meet.
+    * ``bwd_sm90``: teams, ``symmetric_shift`` and ``shift``, whose kv tiles never meet, where a
+      head has kv tiles enough.
     * ``bwd_sm90_wide``: teams too, but for long heads with the full mask: q, dout and dq_accum of
       two do not fit L2, and CTAs that walk over the q tiles together read each but once.
     * ``bwd_sm90_d64``, causal: ``shortest_first``. Its steps are half as long, so that a turn takes

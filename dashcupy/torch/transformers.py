@@ -85,7 +85,7 @@ def register_transformers(name: str = "dashcupy", *, schedule: str = "auto") -> 
         from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
     except ImportError as error:
-        raise UnsupportedError(f"register_transformers needs the package transformers, version 5 "
+        raise UnsupportedError(f"register_transformers needs the package transformers, version 5.5 "
                                f"or newer (pip install -U transformers): {error}") from error
     if "q_offset" not in inspect.signature(sdpa_mask).parameters:
         raise UnsupportedError("this version of transformers makes masks in an older way: install "
