@@ -1,5 +1,6 @@
 // Keeps the threads of a CTA busy for a number of clock cycles: the load under which
-// `python -m dashcupy check --stress` compares bits. With all shared memory of an SM, one CTA an SM.
+// `python -m dashcupy check --stress` compares bits. With all shared memory of an SM there is one
+// CTA an SM.
 #include "common.cuh"
 
 extern "C" __global__ void spin(i64 cycles) {
