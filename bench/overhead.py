@@ -29,6 +29,7 @@ CALLS_A_ROUND = 50
 GOAL_US = 60
 DIFFERENTIABLE = "differentiable, forward + backward"
 DIFFERENTIABLE_GOAL_US = 100
+SDPA = "sdpa of PyTorch, forward + backward"  # beside the line above: the machine's own share
 AROUND_NOTHING = "differentiable, nothing computed"
 
 
@@ -68,14 +69,20 @@ def calls(arrays: list, make_workspace: Callable) -> dict[str, Callable[[], obje
 
 
 def differentiable(arrays: list) -> dict[str, Callable[[], object]]:
-    """`dashcupy.torch.attention` and the gradients of all three inputs, through autograd."""
+    """Attention and the gradients of all three inputs, through autograd: ours and PyTorch's."""
     import torch
 
     from dashcupy.torch import attention
 
     *inputs, dout = arrays
     inputs = [x.detach().requires_grad_() for x in inputs]
-    return {DIFFERENTIABLE: lambda: torch.autograd.grad(attention(*inputs), inputs, dout)}
+
+    def sdpa():
+        views = [x.transpose(1, 2) for x in inputs]
+        return torch.nn.functional.scaled_dot_product_attention(*views).transpose(1, 2)
+
+    return {DIFFERENTIABLE: lambda: torch.autograd.grad(attention(*inputs), inputs, dout),
+            SDPA: lambda: torch.autograd.grad(sdpa(), inputs, dout)}
 
 
 def around_nothing(rounds: int) -> list[dict]:
@@ -123,7 +130,7 @@ def report(framework: str, functions: dict[str, Callable[[], object]], wait: Cal
     records = []
     for name, call in functions.items():
         least, median = microseconds(call, wait, rounds)
-        goal = DIFFERENTIABLE_GOAL_US if name == DIFFERENTIABLE else GOAL_US
+        goal = DIFFERENTIABLE_GOAL_US if name in (DIFFERENTIABLE, SDPA) else GOAL_US
         print(f"{framework:6} {name:34} least {least:6.1f}  median {median:6.1f} us"
               f"{'' if least < goal else f'  (goal: {goal})'}", flush=True)
         records.append({"framework": framework, "call": name, "least_us": round(least, 2),
