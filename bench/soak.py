@@ -13,7 +13,6 @@ import argparse
 import faulthandler
 import gc
 import itertools
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +25,8 @@ import numpy as np
 import dashcupy
 from dashcupy import driver
 from dashcupy.layout import numpy_dtype
+
+from . import harness
 
 # q_len, kv_len, q heads, kv heads, head_dim, causal, schedule.
 SHAPES = (
@@ -168,6 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--calls", type=int, default=100_000)
     parser.add_argument("--readings", type=int, default=20)
     options = parser.parse_args(arguments)
+    driver.device(0)  # says so if there is none
     faulthandler.dump_traceback_later(10 * HANG_S, exit=True)  # the first calls compile
     wrong = soak(driver.require_cupy(), options.calls, options.readings)
     faulthandler.cancel_dump_traceback_later()
@@ -176,4 +178,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    harness.script(main)

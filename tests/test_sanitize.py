@@ -1,11 +1,14 @@
 """The sanitizer script reads its children right: reports, failures, hangs, known false ones."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 from bench import sanitize
 from bench.sanitize import CASES, Outcome, cell, reports, run_tool
 
@@ -88,3 +91,11 @@ def test_every_kernel_has_a_case(monkeypatch):
                 for kernel in sanitize._plan(case, direction).kernels}
     here = {path.stem for path in source.cuda_root().glob("*.cu")}
     assert launched == here - {"spin"}  # which reads and writes nothing
+
+
+def test_the_soak_without_a_gpu_says_so():
+    """It ended in a traceback of CuPy's."""
+    done = subprocess.run([sys.executable, "-m", "bench.soak", "--calls", "1"], cwd=ROOT,
+                          env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True,
+                          text=True)
+    assert done.returncode == 1 and done.stderr.startswith("error: "), done.stderr
