@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import sanitize
 from bench.sanitize import CASES, Outcome, cell, reports, run_tool
 
 from dashcupy import source
 
+ROOT = Path(__file__).resolve().parent.parent
 NAMES = list(CASES)[:4]
 UNWRITTEN = ["========= Uninitialized __global__ memory read of size 4 bytes",
              "=========     at {}+0x20", "========="]
