@@ -8,7 +8,6 @@ from types import ModuleType, SimpleNamespace
 from fake_gpu import CURRENT_DEVICE, FakeArray
 
 TORCH_STREAM = 0x7000
-JAX_STREAM = 0x9000
 
 
 class FakeTensor:

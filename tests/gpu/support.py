@@ -7,7 +7,7 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,7 @@ SCHEDULED = [(name, mask) for name in schedules.names() for mask in ("full", "ca
 # Other GPUs have no kernels above 128.
 HEAD_DIMS = (64, 128, pytest.param(256, marks=pytest.mark.sm90))
 NAMES = truth.NAMES
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 PROCESS_LIMIT_S = 80  # most of it: importing torch and CuPy, compiling
 
 
@@ -122,6 +123,21 @@ def expect_same_bits(got: dict, expected: dict, what: str) -> None:
         lines.append(f"{name}: {len(different)} of {x.numel()} elements differ, first at "
                      f"{list(first)}: {_hex(bits(x)[first])} against {_hex(bits(y)[first])}")
     assert not lines, "\n".join([what, *lines])
+
+
+def expect_same_bits_on_gpu_1(compute: Callable[[dict], dict], inputs: dict) -> dict:
+    """Fail unless GPU 1 computes the bits of GPU 0, and GPU 0 stays the current one.
+
+    Returns the inputs on GPU 1.
+    """
+    expected = compute(inputs)
+    there = {name: x.to("cuda:1") for name, x in inputs.items()}
+    assert torch.cuda.current_device() == 0
+    got = compute(there)
+    assert torch.cuda.current_device() == 0 and got["dq"].get_device() == 1
+    torch.cuda.synchronize(1)
+    expect_same_bits({name: x.to("cuda:0") for name, x in got.items()}, expected, "GPU 1")
+    return there
 
 
 def _hex(x: torch.Tensor) -> str:

@@ -17,11 +17,13 @@ from .support import (
     digest,
     expect_right,
     expect_same_bits,
+    expect_same_bits_on_gpu_1,
     from_cupy,
     in_new_process,
     limit,
     run,
     torch,
+    two_gpus,
 )
 
 pytestmark = pytest.mark.gpu
@@ -289,16 +291,10 @@ def test_refused_and_then_right(arguments, error, message):
     expect_same_bits(run(CASE, inputs), expected, "after a refusal")
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@two_gpus
 def test_second_gpu():
     inputs = CASE.draw()
-    expected = run(CASE, inputs)
-    there = {name: x.to("cuda:1") for name, x in inputs.items()}
-    assert torch.cuda.current_device() == 0
-    got = run(CASE, there)
-    assert torch.cuda.current_device() == 0 and got["dq"].get_device() == 1
-    torch.cuda.synchronize(1)
-    expect_same_bits({name: x.to("cuda:0") for name, x in got.items()}, expected, "GPU 1")
+    there = expect_same_bits_on_gpu_1(lambda x: run(CASE, x), inputs)
     with pytest.raises(dashcupy.InvalidInputError, match="one device"):
         run(CASE, there | {"k": inputs["k"]})
 

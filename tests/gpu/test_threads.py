@@ -18,6 +18,7 @@ from .support import (
     limit,
     run,
     torch,
+    two_gpus,
 )
 
 pytestmark = pytest.mark.gpu
@@ -206,7 +207,7 @@ def test_out_of_memory():
 
 
 @limit(PROCESS_LIMIT_S + 20)
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@two_gpus
 def test_a_gpu_that_nobody_uses_gets_no_context():
     # 500 MB of GPU 0 in every process of a job that gives each process a GPU of its own.
     lines = in_new_process("from gpu.test_threads import use_gpu_1\nuse_gpu_1()\n").splitlines()

@@ -10,9 +10,11 @@ from .support import (
     Case,
     backward,
     expect_same_bits,
+    expect_same_bits_on_gpu_1,
     limit,
     run,
     torch,
+    two_gpus,
 )
 
 # After support, which skips this file where there is no PyTorch.
@@ -221,17 +223,10 @@ def test_autocast_and_function_transforms():
                      {name: expected[name] for name in GRADS[1:]}, "vmap of grad")
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@two_gpus
 def test_second_gpu():
     # The device of the tensors and its stream, not the current one, also in autograd's thread.
-    inputs = CASE.draw()
-    expected = differentiated(CASE, inputs)
-    there = {name: x.to("cuda:1") for name, x in inputs.items()}
-    assert torch.cuda.current_device() == 0
-    got = differentiated(CASE, there)
-    assert torch.cuda.current_device() == 0 and got["dq"].get_device() == 1
-    torch.cuda.synchronize(1)
-    expect_same_bits({name: x.to("cuda:0") for name, x in got.items()}, expected, "GPU 1")
+    expect_same_bits_on_gpu_1(lambda x: differentiated(CASE, x), CASE.draw())
 
 
 def _peak_bytes(function, inputs):
