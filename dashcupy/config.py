@@ -100,6 +100,8 @@ class BackwardConfig:
         the NumPy backend.
     q_stages, do_stages
         Tiles of q, and of dout, in flight; 0 on the CPU.
+    dq_slots
+        Parts of dq in shared memory: `config_sm90.BackwardLoop`; 0 elsewhere.
     """
 
     kernel: str
@@ -111,6 +113,7 @@ class BackwardConfig:
     do_stages: int
     smem_bytes: int
     reason: str
+    dq_slots: int = 0
 
 
 Config = ForwardConfig | ForwardSm90Config | BackwardConfig
@@ -260,4 +263,4 @@ def _backward_sm90_config(head_dim: int, smem_text: str) -> BackwardConfig:
     loop = config_sm90.backward_loop(head_dim)
     return BackwardConfig(loop.kernel, loop.q_tile, loop.kv_tile, loop.n_warp, loop.head_dim_pad,
                           loop.q_stages, loop.do_stages, loop.smem_bytes,
-                          f"{smem_text}; {loop.reason}")
+                          f"{smem_text}; {loop.reason}", loop.dq_slots)

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 from . import plan_sm90, schedules
+from .backward_table import BACKWARD_TABLE
 from .config import BackwardConfig, Config, Target, choose_config, uses_tensor_maps
 from .config_sm90 import BACKWARD_KERNELS, ForwardSm90Config
 from .errors import UnsupportedError
@@ -299,17 +300,12 @@ def head_group(problem: Problem, config: BackwardConfig) -> int:
     """kv heads whose works are handed out together: changes no bits, only which run side by side.
 
     Many heads at a time shorten the queue for each dq tile; few keep q, dout and dq_accum of the
-    heads in flight inside L2. Measured on an H200 (bench/README.md): 16 heads at least, and up to
-    2^17 rows with ``bwd_sm80``, whose CTAs wait for their turn; 2^14 with ``bwd_sm90``, whose dq
-    writers wait instead, and which outruns the memory behind L2; 2^15 with ``bwd_sm90_d64``,
-    however few heads that are: a turn ends sooner when L2 holds the sum. Rows of
-    ``bwd_sm90_wide`` are twice as long: 2^14, of one head, or of two (for two teams) with the
-    causal mask.
+    heads in flight inside L2: how many of each is a fact of the kernel (`backward_table`).
     """
     n_head = problem.batch * problem.n_kv_head
-    rows, least = {"bwd_sm90": (2**14, 16), "bwd_sm90_d64": (2**15, 1),
-                   "bwd_sm90_wide": (2**14, 1 + problem.causal)}.get(config.kernel, (2**17, 16))
-    return max(1, min(n_head, max(least, rows // max(problem.kv_len, 1))))
+    facts = BACKWARD_TABLE[config.kernel]
+    most = max(facts.group_heads[problem.causal], facts.group_rows // max(problem.kv_len, 1))
+    return max(1, min(n_head, most))
 
 
 def scale_log2(problem: Problem) -> float:

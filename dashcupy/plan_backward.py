@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import config_sm90, plan_sm90, schedules
+from .backward_table import BACKWARD_TABLE
 from .config import BackwardConfig
 from .plan_parts import KernelPlan, Region, lay_out, pairs, shared_defines
 from .problem import Problem
@@ -29,10 +30,11 @@ def backward_kernels(problem: Problem, config: BackwardConfig, shape: Shape,
         Whether waits are bounded and reported.
     """
     is_sm90 = config.kernel in config_sm90.BACKWARD_KERNELS
+    facts = BACKWARD_TABLE[config.kernel]
     shared = shared_defines(problem, config, "backward") | {
         "DC_ALIGNED": int(aligned), "DC_SEMAPHORE_STRIDE": SEMAPHORE_STRIDE}
     if is_sm90:
-        shared |= {"DC_ROW_VALUES": int(_takes_row_values(config)),
+        shared |= {"DC_ROW_VALUES": int(facts.row_values),
                    "DC_UNORDERED": int(not schedule.DETERMINISTIC)}
     n_tile = shape.n_q * problem.batch * problem.n_q_head
     n_work = schedules.total_work(schedule, shape, problem.batch * problem.n_kv_head)
@@ -48,13 +50,7 @@ def backward_kernels(problem: Problem, config: BackwardConfig, shape: Shape,
         "DC_SCHEDULE": f"schedules/{schedule.NAME}.cuh",
         "DC_DEBUG": int(debug),
         "DC_SMEM_BYTES": config.smem_bytes,
-    }
-    if config.kernel in ("bwd_sm80", "bwd_sm90_wide"):
-        defines |= {"DC_Q_STAGES": config.q_stages, "DC_DO_STAGES": config.do_stages}
-    if config.kernel == "bwd_sm90_wide":
-        defines["DC_DQ_SLOTS"] = config_sm90.backward_loop(problem.head_dim).dq_slots
-    if not is_sm90:
-        defines["DC_WARPS"] = config.n_warp
+    } | {name: getattr(config, field) for name, field in facts.defines}
     kernels.append(KernelPlan(
         config.kernel, pairs(defines), n_work, "works of a head * batch * n_kv_head",
         32 * config.n_warp, config.smem_bytes, "backward",
@@ -72,7 +68,7 @@ def backward_workspace(problem: Problem, config: BackwardConfig, shape: Shape,
     n_tile = problem.batch * problem.n_q_head * shape.n_q
     n_row = n_tile * config.q_tile
     rows = "[batch, n_q_head, padded q_len]"
-    if _takes_row_values(config):
+    if BACKWARD_TABLE[config.kernel].row_values:
         wanted = {"lse_log2": (config_sm90.ROW_VALUE_BYTES * n_row,
                                f"bfloat16 {rows}[8]: -lse / scale and -delta in three parts each")}
     else:
@@ -88,8 +84,3 @@ def backward_workspace(problem: Problem, config: BackwardConfig, shape: Shape,
     if debug:
         wanted["report"] = (4 * REPORT_WORDS, "uint32: who gave up waiting")
     return lay_out(wanted | plan_sm90.copies(problem, kernels))
-
-
-def _takes_row_values(config: BackwardConfig) -> bool:
-    """Whether lse and delta come as operands of a product (``tile/row_values.cuh``)."""
-    return config.kernel in ("bwd_sm90", "bwd_sm90_wide")

@@ -1,0 +1,59 @@
+"""What tells the backward kernels apart beside their tiles: one row each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_ANY_MORE = 2**31
+
+
+@dataclass(frozen=True)
+class BackwardKernel:
+    """What plans need to know of a backward kernel; the default is one without preferences.
+
+    Parameters
+    ----------
+    row_values
+        Whether lse and delta come as operands of a product (``tile/row_values.cuh``).
+    defines
+        Its own part of the config block: names, and the fields of `BackwardConfig` they show.
+    group_rows, group_heads
+        kv rows, and kv heads at least (full mask, causal mask), whose works are handed out
+        together: `plan.head_group`.
+    team_tiles
+        Numbers of active kv tiles (full mask, causal mask) for which ``"auto"`` is a team:
+        ``shift`` or ``symmetric_shift``.
+    causal
+        ``"auto"`` for causal masks where it is no team.
+
+    Notes
+    -----
+    The figures were measured on an H200 (bench/README.md).
+    """
+
+    row_values: bool = False
+    defines: tuple[tuple[str, str], ...] = ()
+    group_rows: int = 2**17
+    group_heads: tuple[int, int] = (16, 16)
+    team_tiles: tuple[range, range] = (range(0), range(0))
+    causal: str = "descending"
+
+
+_STAGES = (("DC_Q_STAGES", "q_stages"), ("DC_DO_STAGES", "do_stages"))
+BACKWARD_TABLE = {
+    # Its CTAs wait for their turn: many heads at a time shorten the queue.
+    "bwd_sm80": BackwardKernel(defines=(*_STAGES, ("DC_WARPS", "n_warp"))),
+    # Its dq writers wait instead, and it outruns the memory behind L2. Teams, whose kv tiles never
+    # meet, where a head has kv tiles enough.
+    "bwd_sm90": BackwardKernel(
+        row_values=True, group_rows=2**14, team_tiles=(range(8, _ANY_MORE), range(8, _ANY_MORE))),
+    # A turn ends sooner when L2 holds the sum, however few heads that are. Steps are half as long,
+    # so that a turn takes almost two of them; kv tiles of shortest_first begin two q tiles apart.
+    "bwd_sm90_d64": BackwardKernel(
+        group_rows=2**15, group_heads=(1, 1), causal="shortest_first"),
+    # Rows are twice as long: one head, or two for two teams. q, dout and dq_accum of two long heads
+    # with the full mask do not fit L2, and CTAs that walk over the q tiles together read each once.
+    "bwd_sm90_wide": BackwardKernel(
+        row_values=True, defines=(*_STAGES, ("DC_DQ_SLOTS", "dq_slots")), group_rows=2**14,
+        group_heads=(1, 2), team_tiles=(range(8, 129), range(8, _ANY_MORE))),
+}
