@@ -30,7 +30,7 @@ import dashcupy
 from dashcupy import arrays, driver, params
 from dashcupy.launch import Launcher
 from dashcupy.plan import Plan, make_plan
-from dashcupy.problem import Problem
+from dashcupy.problem import CAUSAL_OF_MASK, Problem
 from dashcupy.source import PACKAGE
 
 from . import ours, soak
@@ -108,7 +108,7 @@ def run_case(case: Case) -> None:
     of_k = (1, case.kv_len, case.n_kv_head, case.head_dim)
     q, k, v, dout = (_shifted(soak.normal(cupy, (i, *shape), case.dtype)[0], case.shift)
                      for i, shape in enumerate((of_q, of_k, of_k, of_q), 1))
-    causal = {"full": False, "causal": True, "causal_top_left": "top_left"}[case.mask]
+    causal = CAUSAL_OF_MASK[case.mask]
     if case.portable:
         out, lse = _launch(case, "forward", (q, k, v))
         grads = _launch(case, "backward", (q, k, v, out, dout, lse))

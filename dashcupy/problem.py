@@ -28,6 +28,8 @@ AXES = {
 # What `causal=` accepts, and the mask each value names.
 CAUSAL_ARGUMENT = {False: "full", True: "causal", "bottom_right": "causal",
                    "top_left": "causal_top_left"}
+# The other way round; of two values that name a mask, the first.
+CAUSAL_OF_MASK = {mask: causal for causal, mask in reversed(CAUSAL_ARGUMENT.items())}
 
 
 def mask_from_causal(causal: bool | str) -> str:

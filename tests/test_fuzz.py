@@ -14,7 +14,7 @@ import dashcupy
 from dashcupy import cpu
 from dashcupy.arrays import numpy_dtype
 from dashcupy.errors import DashcupyError
-from dashcupy.problem import Problem
+from dashcupy.problem import CAUSAL_OF_MASK, MASKS, Problem
 from dashcupy.reference import (
     attention_backward_reference,
     attention_backward_yardstick,
@@ -27,7 +27,6 @@ from dashcupy.schedules import Shape
 pytestmark = pytest.mark.filterwarnings("error")
 
 TILES = ((8, 8), (8, 16), (16, 8), (5, 7))  # rows of q and of kv tiles
-CAUSAL = {"full": False, "causal": True, "causal_top_left": "top_left"}
 QUIET = dict(database=None, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -74,7 +73,7 @@ def test_values(problem, tiles):
         out, lse = cpu.forward(q, k, v, asked, config)
         grads = cpu.backward(dout, q, k, v, out, lse, asked, config, problem.schedule)
     else:
-        options = dict(causal=CAUSAL[problem.mask], scale=problem.scale)
+        options = dict(causal=CAUSAL_OF_MASK[problem.mask], scale=problem.scale)
         out, lse = dashcupy.attention(q, k, v, return_lse=True, **options)
         grads = dashcupy.attention_backward(dout, q, k, v, out, lse, schedule=problem.schedule,
                                             **options)
@@ -100,7 +99,7 @@ def _floor(got, right):
 @seed(SEED)
 @settings(max_examples=100, **QUIET)
 @given(q_len=lengths((8, 5), 70).filter(bool), kv_len=lengths((8, 16, 7), 100).filter(bool),
-       tiles=st.sampled_from(TILES), mask=st.sampled_from(tuple(CAUSAL)), group=st.integers(1, 3))
+       tiles=st.sampled_from(TILES), mask=st.sampled_from(MASKS), group=st.integers(1, 3))
 def test_sums_follow_every_schedule(q_len, kv_len, tiles, mask, group):
     """Tile counts that no table of cases has: an order that depends on one that is even, say."""
     offset = kv_len - q_len if mask == "causal" else 0
@@ -148,7 +147,7 @@ def test_launches(capability, problem):
             fake_gpu(patch, compute_capability=capability) as gpu:
         q, k, v, dout = (_strided(shape, problem.dtype, layout) for shape, layout in zip(
             (of_q, of_k, of_k, of_q), problem.layouts))
-        options = dict(causal=CAUSAL[problem.mask], scale=problem.scale)
+        options = dict(causal=CAUSAL_OF_MASK[problem.mask], scale=problem.scale)
         out, lse = dashcupy.attention(q, k, v, return_lse=True, **options)
         written = {launch.fields["lse"] for launch in gpu.launches
                    if launch.kernel.startswith("fwd")}

@@ -8,7 +8,7 @@ from .. import driver, env, schedules
 from ..api import attention, attention_backward, attention_plan
 from ..errors import UnsupportedError
 from ..plan import Plan, make_plan
-from ..problem import CAUSAL_ARGUMENT, Problem
+from ..problem import CAUSAL_OF_MASK, Problem
 from ..version import __version__
 from .device import Place
 
@@ -16,7 +16,6 @@ from .device import Place
 FORWARD = "forward"
 RESULTS = {FORWARD: ("out", "lse"), "backward": ("dq", "dk", "dv")}
 Arrays = dict[str, Any]
-_CAUSAL = {mask: causal for causal, mask in reversed(CAUSAL_ARGUMENT.items())}
 _ROW_AXIS = {"lse": 2}  # of the others: 1
 
 
@@ -76,7 +75,7 @@ class Dashcupy:
 
     def compute(self, problem: Problem, name: str, arrays: Arrays, results: Arrays,
                 into: tuple[Any, ...] | None = None, **options) -> Arrays:
-        options |= {"causal": _CAUSAL[problem.mask], "scale": problem.scale}
+        options |= {"causal": CAUSAL_OF_MASK[problem.mask], "scale": problem.scale}
         q, k, v = (arrays[x] for x in "qkv")
         if name == FORWARD:
             got = attention(q, k, v, return_lse=True, out=into, **options)
@@ -93,7 +92,7 @@ class Dashcupy:
                 self.compute(problem, name, arrays, results).items()}
         options = {}
         if name != FORWARD:
-            plan = attention_plan(*(arrays[x] for x in "qkv"), causal=_CAUSAL[problem.mask],
+            plan = attention_plan(*(arrays[x] for x in "qkv"), causal=CAUSAL_OF_MASK[problem.mask],
                                   scale=problem.scale, schedule=name)
             options["workspace"] = cupy.empty(plan.workspace_bytes, "uint8")
 

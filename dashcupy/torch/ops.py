@@ -14,14 +14,13 @@ from torch.autograd import forward_ad
 from .. import call, schedules
 from ..errors import InvalidInputError, UnsupportedError
 from ..layout import Layout
-from ..problem import CAUSAL_ARGUMENT, Problem, lse_dtype
+from ..problem import CAUSAL_OF_MASK, Problem, lse_dtype
 
 # Every operator by its name, with the arrays it takes. Packed ones hold k and v, or all three,
 # side by side on axis 2, and so does their gradient: slices of it would be copied by autograd.
 ARRAYS = {"attention": ("q", "k", "v"), "attention_kvpacked": ("q", "kv"),
           "attention_qkvpacked": ("qkv",)}
 _OPTIONS = "str mask, float? scale, str schedule"
-_CAUSAL = {mask: causal for causal, mask in reversed(CAUSAL_ARGUMENT.items())}
 
 # By name, and each with "_backward" after it; torch.ops takes a microsecond to find one.
 OPERATORS: dict[str, torch._ops.OpOverload] = {}
@@ -76,7 +75,8 @@ def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
 def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     *arrays, mask, scale, schedule = arguments
     _require_allowed(schedule, mask)
-    return call.run("forward", _split(arrays), (None, None), causal=_CAUSAL[mask], scale=scale)
+    return call.run("forward", _split(arrays), (None, None), causal=CAUSAL_OF_MASK[mask],
+                    scale=scale)
 
 
 def _backward(dout: torch.Tensor, *arguments: Any) -> Any:
@@ -89,7 +89,7 @@ def _backward(dout: torch.Tensor, *arguments: Any) -> Any:
     # The gradient of a sum has stride 0, that of an imaginary part a flag instead of its sign.
     dout = contiguous_rows(dout.resolve_neg() if dout.is_neg() else dout)
     results = call.run("backward", (*_split(arrays), out, dout, lse), parts,
-                       causal=_CAUSAL[mask], scale=scale, schedule=schedule)
+                       causal=CAUSAL_OF_MASK[mask], scale=scale, schedule=schedule)
     return _unwrapped(grads or results)
 
 

@@ -15,13 +15,13 @@ import dashcupy
 import pytest
 from dashcupy import driver, schedules
 from dashcupy.plan import Plan
+from dashcupy.problem import CAUSAL_OF_MASK
 
 from . import truth
 from .truth import torch
 
 DEVICE = "cuda"
 TESTS = Path(__file__).resolve().parent.parent
-CAUSAL = {"full": False, "causal": True, "causal_top_left": "top_left"}
 # Every schedule with every kind of mask that it is defined for.
 SCHEDULED = [(name, mask) for name in schedules.names() for mask in ("full", "causal")
              if schedules.supports(name, mask)]
@@ -75,7 +75,7 @@ def compile_plans(plans: Iterable[Plan]) -> None:
 def run(case: Case, inputs: dict) -> dict[str, torch.Tensor]:
     """Forward, then backward with its results: ``out, lse, dq, dk, dv``."""
     q, k, v, dout = (inputs[name] for name in ("q", "k", "v", "dout"))
-    causal = CAUSAL[case.mask]
+    causal = CAUSAL_OF_MASK[case.mask]
     out, lse = dashcupy.attention(q, k, v, causal=causal, return_lse=True)
     return dict(zip(NAMES, (out, lse, *backward(case, inputs, out, lse))))
 
@@ -83,7 +83,7 @@ def run(case: Case, inputs: dict) -> dict[str, torch.Tensor]:
 def backward(case: Case, inputs: dict, out, lse, **options) -> tuple:
     """dq, dk, dv by the schedule of the case."""
     q, k, v, dout = (inputs[name] for name in ("q", "k", "v", "dout"))
-    return dashcupy.attention_backward(dout, q, k, v, out, lse, causal=CAUSAL[case.mask],
+    return dashcupy.attention_backward(dout, q, k, v, out, lse, causal=CAUSAL_OF_MASK[case.mask],
                                        schedule=case.schedule, **options)
 
 

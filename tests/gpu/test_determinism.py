@@ -8,10 +8,10 @@ import pytest
 from dashcupy import call, env, params, schedules
 from dashcupy.launch import Launcher
 from dashcupy.layout import Layout
+from dashcupy.problem import CAUSAL_OF_MASK
 
 from . import kernels
 from .support import (
-    CAUSAL,
     DEVICE,
     HEAD_DIMS,
     NAMES,
@@ -52,7 +52,7 @@ def expect_equal_repeats(case: Case, n_repeat: int, before=lambda i: None) -> No
         for x in into.values():
             x.fill_(float("nan"))
         before(i)
-        dashcupy.attention(*arguments, causal=CAUSAL[case.mask], return_lse=True,
+        dashcupy.attention(*arguments, causal=CAUSAL_OF_MASK[case.mask], return_lse=True,
                            out=(into["out"], into["lse"]))
         backward(case, inputs, into["out"], into["lse"],
                  grads=tuple(into[name] for name in ("dq", "dk", "dv")))
@@ -106,7 +106,7 @@ def test_random_delays(schedule, mask, head_dim):
     case = RACY.replace(schedule=schedule, mask=mask, head_dim=head_dim, batch=1)
     inputs = case.draw()
     expected = run(case, inputs)
-    plan = dashcupy.attention_plan(*(inputs[name] for name in "qkv"), causal=CAUSAL[mask],
+    plan = dashcupy.attention_plan(*(inputs[name] for name in "qkv"), causal=CAUSAL_OF_MASK[mask],
                                    schedule=schedule)
     plan = dataclasses.replace(plan, kernels=tuple(
         dataclasses.replace(kernel, defines=(*kernel.defines, ("DC_DELAY", 1)))
@@ -146,9 +146,9 @@ def test_number_of_ctas(schedule, mask, head_dim):
     expected = run(case, inputs)
     given = tuple(inputs[name] for name in "qkv") + (expected["out"], inputs["dout"],
                                                      expected["lse"])
-    plan = dashcupy.attention_plan(*given[:3], causal=CAUSAL[mask], schedule=schedule)
+    plan = dashcupy.attention_plan(*given[:3], causal=CAUSAL_OF_MASK[mask], schedule=schedule)
     for max_ctas in (1, 7, 64, 132):
-        options = dict(causal=CAUSAL[mask], schedule=schedule, max_ctas=max_ctas)
+        options = dict(causal=CAUSAL_OF_MASK[mask], schedule=schedule, max_ctas=max_ctas)
         if max_ctas < plan.team_size:
             with pytest.raises(dashcupy.UnsupportedError, match="would hang"):
                 call.run("backward", given, (None,) * 3, **options)
@@ -208,7 +208,7 @@ def test_schedules_are_told_apart(head_dim):
             case = RACY.replace(schedule=name, mask=mask, head_dim=head_dim)
             inputs = case.draw()
             dq[name] = bits(run(case, inputs)["dq"])
-            plan = dashcupy.attention_plan(*(inputs[x] for x in "qkv"), causal=CAUSAL[mask],
+            plan = dashcupy.attention_plan(*(inputs[x] for x in "qkv"), causal=CAUSAL_OF_MASK[mask],
                                            schedule=name)
             order[name] = _tickets(name, plan.shape)
         for a, b in itertools.combinations(names, 2):

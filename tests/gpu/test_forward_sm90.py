@@ -7,9 +7,10 @@ import pytest
 from dashcupy import env
 from dashcupy.launch import Launcher
 from dashcupy.layout import Layout
+from dashcupy.problem import CAUSAL_OF_MASK
 
 from . import truth
-from .support import CAUSAL, Case, bits, expect_same_bits, torch
+from .support import Case, bits, expect_same_bits, torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
@@ -21,7 +22,7 @@ N_HIGH = 32  # the keys with these scores are the first ones, in the kv tile tha
 
 def forward(case: Case, inputs: dict, **options) -> dict:
     """``out`` and ``lse`` by the public function."""
-    got = dashcupy.attention(*(inputs[name] for name in "qkv"), causal=CAUSAL[case.mask],
+    got = dashcupy.attention(*(inputs[name] for name in "qkv"), causal=CAUSAL_OF_MASK[case.mask],
                              return_lse=True, **options)
     return dict(zip(("out", "lse"), got))
 
@@ -30,7 +31,7 @@ def launch(case: Case, inputs: dict, max_ctas: int | None = None, counter: bool 
            **defines: int) -> dict:
     """``out`` and ``lse`` by the kernel of the plan, with some of what the plan says changed."""
     q, k, v = (inputs[name] for name in "qkv")
-    plan = dashcupy.attention_plan(q, k, v, causal=CAUSAL[case.mask], direction="forward")
+    plan = dashcupy.attention_plan(q, k, v, causal=CAUSAL_OF_MASK[case.mask], direction="forward")
     kernel, = plan.kernels
     kernel = dataclasses.replace(
         kernel, defines=tuple(sorted((dict(kernel.defines) | defines).items())),

@@ -4,14 +4,13 @@ import dashcupy
 import pytest
 from dashcupy import driver
 from dashcupy.plan import make_plan
-from dashcupy.problem import Problem
+from dashcupy.problem import CAUSAL_OF_MASK, Problem
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from random_problems import SEED, RandomProblem, lengths, problems
 
 from . import test_memory, test_order, truth
 from .support import (
-    CAUSAL,
     DEVICE,
     SCHEDULED,
     Case,
@@ -78,7 +77,7 @@ def draw_inputs(problem: RandomProblem) -> dict:
 def results(problem: RandomProblem, inputs: dict) -> dict:
     """Forward, then backward with its results."""
     q, k, v, dout = (inputs[name] for name in ("q", "k", "v", "dout"))
-    options = dict(causal=CAUSAL[problem.mask], scale=problem.scale)
+    options = dict(causal=CAUSAL_OF_MASK[problem.mask], scale=problem.scale)
     out, lse = dashcupy.attention(q, k, v, return_lse=True, **options)
     grads = dashcupy.attention_backward(dout, q, k, v, out, lse, schedule=problem.schedule,
                                         **options)

@@ -2,9 +2,9 @@
 
 import dashcupy
 import pytest
+from dashcupy.problem import CAUSAL_OF_MASK
 
 from .support import (
-    CAUSAL,
     DEVICE,
     HEAD_DIMS,
     NAMES,
@@ -123,7 +123,7 @@ def test_surroundings_are_neither_read_nor_written(case):
                for name, like in _LIKE.items()}
     results["lse"] = _in_nan(expected["lse"].shape, torch.float32)
     embedded = {name: nan[name][1].copy_(x) for name, x in inputs.items()}
-    causal = CAUSAL[case.mask]
+    causal = CAUSAL_OF_MASK[case.mask]
     dashcupy.attention(embedded["q"], embedded["k"], embedded["v"], causal=causal,
                        return_lse=True, out=(results["out"][1], results["lse"][1]))
     backward(case, embedded, results["out"][1], results["lse"][1],
@@ -155,7 +155,7 @@ def test_workspace_contents_do_not_matter(case, head_dim):
     inputs = case.draw()
     expected = run(case, inputs)
     plan = dashcupy.attention_plan(inputs["q"], inputs["k"], inputs["v"],
-                                   causal=CAUSAL[case.mask], schedule=case.schedule)
+                                   causal=CAUSAL_OF_MASK[case.mask], schedule=case.schedule)
     for byte in (0xFF, 0x00, 0x7F, 0x01):
         workspace = torch.full((plan.workspace_bytes,), byte, dtype=torch.uint8, device=DEVICE)
         grads = backward(case, inputs, expected["out"], expected["lse"], workspace=workspace)

@@ -4,10 +4,11 @@ import dashcupy
 import numpy as np
 import pytest
 from dashcupy import schedules
+from dashcupy.problem import CAUSAL_OF_MASK
 from dashcupy.schedules import Shape
 
 from . import kernels
-from .support import CAUSAL, DEVICE, HEAD_DIMS, SCHEDULED, Case, bits, torch
+from .support import DEVICE, HEAD_DIMS, SCHEDULED, Case, bits, torch
 
 pytestmark = pytest.mark.gpu
 
@@ -130,7 +131,7 @@ def expect_ticket_order(case: Case) -> torch.Tensor:
     lse = torch.zeros(1, 1, case.q_len, device=DEVICE)
     dq, _, _ = dashcupy.attention_backward(
         inputs["dout"], q, inputs["k"], inputs["v"], torch.zeros_like(q), lse,
-        causal=CAUSAL[case.mask], scale=1.0, schedule=case.schedule)
+        causal=CAUSAL_OF_MASK[case.mask], scale=1.0, schedule=case.schedule)
     expected = _sum_in_ticket_order(schedules.get(case.schedule), shape, inputs)
     different = bits(dq[0, :, 0]).cpu() != bits(expected)
     assert not different.any(), \
@@ -166,7 +167,7 @@ def _exact_inputs(case: Case):
 
 def _shape(case: Case, inputs: dict) -> Shape:
     return dashcupy.attention_plan(inputs["q"], inputs["k"], inputs["v"],
-                                   causal=CAUSAL[case.mask], schedule=case.schedule).shape
+                                   causal=CAUSAL_OF_MASK[case.mask], schedule=case.schedule).shape
 
 
 def _sum_in_ticket_order(schedule, shape: Shape, inputs: dict) -> torch.Tensor:

@@ -3,7 +3,6 @@
 import copy
 
 from .support import (
-    CAUSAL,
     DEVICE,
     NAMES,
     SCHEDULED,
@@ -21,6 +20,7 @@ from .support import (
 import dashcupy.torch
 import pytest
 from dashcupy import env
+from dashcupy.problem import CAUSAL_OF_MASK
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
@@ -34,7 +34,8 @@ no_debug = pytest.mark.skipif(
 
 
 def attention(case, q, k, v):
-    return dashcupy.torch.attention(q, k, v, causal=CAUSAL[case.mask], schedule=case.schedule)
+    return dashcupy.torch.attention(q, k, v, causal=CAUSAL_OF_MASK[case.mask],
+                                    schedule=case.schedule)
 
 
 def differentiated(case, inputs, function=attention):
