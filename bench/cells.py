@@ -126,7 +126,7 @@ def choose(patterns: str | None, quick: bool = False) -> list[Cell]:
     """
     if patterns is None:
         return [cell for cell in ALL if not quick or cell.name in QUICK]
-    wanted = [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
+    wanted = [pattern.strip() for pattern in patterns.split(",")]
     known = (*ALL, *EXTRA)
     for pattern in wanted:
         if not any(fnmatchcase(cell.name, pattern) for cell in known):

@@ -33,7 +33,7 @@ def chosen_schedules(text: str, causal: bool) -> list[str]:
         A name is unknown.
     """
     mask = "causal" if causal else "full"
-    wanted = [name.strip() for name in text.split(",") if name.strip()]
+    wanted = [name.strip() for name in text.split(",")]
     if text == "all":
         wanted = ["auto", *schedules.names(), UNORDERED]
     return [name for name in wanted if name == "auto" or schedules.supports(name, mask)]

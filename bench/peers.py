@@ -40,11 +40,11 @@ def choose(text: str) -> list[str]:
     """
     if text in ("usual", "all", "none"):
         return list({"usual": USUAL, "all": PEERS, "none": ()}[text])
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = [name.strip() for name in text.split(",")]
     unknown = sorted(set(names) - set(PEERS))
     if unknown:
-        raise InvalidInputError(f"--peers {', '.join(unknown)}: not known (allowed: usual, all, "
-                                f"none, {', '.join(PEERS)})")
+        raise InvalidInputError(f"--peers {', '.join(map(repr, unknown))}: not known (allowed: "
+                                f"usual, all, none, {', '.join(PEERS)})")
     return names
 
 

@@ -284,6 +284,8 @@ def main(arguments: list[str] | None = None) -> int:
         print("compute-sanitizer is not here: it comes with the CUDA toolkit")
         return 2
     names = [name for name in CASES if options.cases in name]
+    if not names:
+        parser.error(f"--cases {options.cases}: there are {', '.join(CASES)}")
     tools: list[str | None] = [None, *options.tools.split(",")]
     os.environ["DASHCUPY_LINEINFO"] = "1"  # reports name lines
     ours.compile_ahead([_plan(CASES[name], direction) for name in names

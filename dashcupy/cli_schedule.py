@@ -55,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
     costs = Costs(args.compute, args.reduce, args.latency, args.slots, args.writer)
     n_sm = args.kv if args.sms is None else args.sms
     _require_feasible(args, shape, n_sm)
+    if args.plot is not None:
+        draw.check_path(args.plot)
     if args.name == "all":
         chosen = [name for name in schedules.names() if schedules.supports(name, args.mask)]
     else:
@@ -69,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     print(summary(results))
     if len(chosen) == 1 and not results[chosen[0]].deadlock:
         print("\n" + per_worker(results[chosen[0]]))
-    if args.plot:
+    if args.plot is not None:
         draw.gantt(results, costs, args.plot, title=_title(args, shape, n_sm))
         print(f"\ndrawn to {args.plot}")
     return 1 if any(result.deadlock for result in results.values()) else 0

@@ -5,6 +5,7 @@ All of it is the plain formula on whole matrices, one head at a time: slow, and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -73,8 +74,9 @@ class ErrorReport:
 
     @property
     def ok(self) -> bool:
-        """Whether both errors are within their bounds (never for a NaN)."""
-        return self.max_error <= self.max_bound and self.frobenius_error <= self.frobenius_bound
+        """Whether both errors are within their bounds (never for a NaN or an infinite bound)."""
+        return (self.max_error <= self.max_bound < math.inf
+                and self.frobenius_error <= self.frobenius_bound < math.inf)
 
     def __bool__(self) -> bool:
         return self.ok
@@ -112,8 +114,7 @@ def error_report(got: np.ndarray, truth: np.ndarray, yardstick: np.ndarray, *,
         values count as equal where ``got`` and ``truth`` agree on them.
     """
     eps = float(ml_dtypes.finfo(got.dtype).eps)
-    if floor is None:
-        floor = 2.0 ** -40 if got.dtype == np.float64 else 2.0 ** -18
+    floor = default_floor(got.dtype) if floor is None else floor
     error, allowed = _difference(got, truth), _difference(yardstick, truth)
     size = np.abs(truth[np.isfinite(truth)])
     norm = float(np.linalg.norm(size))
@@ -125,6 +126,11 @@ def error_report(got: np.ndarray, truth: np.ndarray, yardstick: np.ndarray, *,
         frobenius_error=float(np.linalg.norm(error)) / unit,
         frobenius_bound=(factor * float(np.linalg.norm(allowed)) + eps * norm
                          + floor * truth.size ** 0.5) / unit)
+
+
+def default_floor(dtype: np.dtype) -> float:
+    """The ``floor`` of `error_report` for inputs of unit size and the default scale."""
+    return 2.0 ** -40 if dtype == np.float64 else 2.0 ** -18
 
 
 class _Exact:

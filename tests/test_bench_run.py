@@ -143,6 +143,9 @@ def test_names_are_checked():
     assert peers.choose("none") == [] and set(peers.choose("usual")) < set(peers.choose("all"))
     with pytest.raises(InvalidInputError, match="fa2, fa2_det"):
         peers.choose("fa2,fa9")
+    for choose in (peers.choose, lambda text: ours.chosen_schedules(text, True)):
+        with pytest.raises(InvalidInputError, match="''"):  # nothing asked for, nothing timed
+            choose("")
     assert {peers.mode_of(name) for name in ("fa2_det", "math_det")} == {"deterministic"}
     assert peers.mode_of("triton") == "default"
 

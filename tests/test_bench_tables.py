@@ -35,6 +35,8 @@ def test_cells_and_flops():
         21, 10, 8]
     with pytest.raises(InvalidInputError, match="d80-full"):
         cells.choose("d80-full-512")
+    with pytest.raises(InvalidInputError, match="no cell is called ''"):
+        cells.choose("")  # would time nothing
 
 
 def test_records_merge(tmp_path):

@@ -14,7 +14,7 @@ from dashcupy.check import cases, command, device, inputs, process, run, subject
 from dashcupy.errors import HangError, UnsupportedError
 from dashcupy.plan import make_plan
 from dashcupy.problem import Problem
-from dashcupy.reference import attention_reference
+from dashcupy.reference import attention_backward_reference, attention_reference
 
 SMALL = ["check", "--device", "cpu", "--batch", "2", "--len", "70", "--kv-len", "90", "--heads",
          "4", "--kv-heads", "2", "--head-dim", "16", "--dtype", "float16", "--causal",
@@ -297,6 +297,30 @@ def test_tensor_cores_are_no_fault():
     assert exact.ok and exact.max_error > 1e-5
     wrong = compare("lse", lse[None, None] + 1e-3)[0]
     assert not wrong.ok
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype, scale", [
+    ("float16", "1e30"), ("float16", "1e-30"), ("float32", "5e37"), ("float64", "1e200"),
+    ("float64", "1e307"), ("float64", "1e-200")])
+def test_values_that_cannot_be_judged_are_refused(capsys, dtype, scale):
+    """Bounds were infinite: every result was within them."""
+    arguments = ["check", "--device", "cpu", "--len", "40", "--head-dim", "16", "--repeats", "1"]
+    assert cli.main([*arguments, "--dtype", dtype, "--scale", scale]) == 2
+    captured = capsys.readouterr()
+    assert f"what {dtype} can hold" in captured.err and captured.err.count("\n") == 1
+    assert "give a scale nearer to the default, 0.25" in captured.err
+
+
+def test_gradients_of_a_tiny_scale_are_judged():
+    """They are as small as the scale: an error of 2**-18 would be allowed to all of them."""
+    problem = Problem(1, 40, 40, 1, 1, 16, "float32", "full", 1e-9)
+    made = inputs.make_inputs("normal", problem)
+    compare = truth.Truth(problem, made).compare
+    exact = attention_backward_reference(*(made[x] for x in ("dout", "q", "k", "v")), scale=1e-9)
+    for name, x in zip(("dq", "dk"), exact):
+        assert compare(name, x.astype(np.float32))[0].ok
+        assert not compare(name, np.zeros(x.shape, np.float32))[0].ok
 
 
 def test_inputs_have_the_same_bytes_on_every_machine():

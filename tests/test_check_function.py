@@ -7,6 +7,7 @@ import textwrap
 import pytest
 
 from dashcupy import cli
+from dashcupy.check import truth
 
 ARGUMENTS = ["check", "--device", "cpu", "--len", "40", "--repeats", "3", "--head-dim", "16",
              "--dtype", "float32", "--bits", "repeats,alone,batch,strided"]
@@ -115,6 +116,34 @@ class TestTorch:
                                     *self.REPEATS)
         assert status == 1 and ("forward", "out", "values") in _faults(record)
 
+    @pytest.mark.parametrize("kv_len", ["30", "50"])
+    @pytest.mark.parametrize("offset, mask, other", [
+        ("keys - rows", "causal", "top_left"), ("0", "causal_top_left", "bottom_right")])
+    def test_the_alignment_of_the_mask_is_found(self, checked, kv_len, offset, mask, other):
+        """With lengths that differ, a right function of the other alignment would fail."""
+        asked = ("--causal", "--kv-len", kv_len, "--forward-only", "--bits", "none")
+        # A bottom-right mask hides all of 30 keys from the first of 40 rows: NaN, by its softmax.
+        source = _changed("tril(keys - rows)", f"tril({offset})").replace(
+            "s.softmax(-1)", "s.softmax(-1).nan_to_num(0)")
+        status, record, error = checked(source, "f", *asked)
+        found = "top_left" if mask == "causal_top_left" else "bottom_right"
+        assert status == 0 and f"is aligned {found} (relative error" in error
+        assert {case["case"]["problem"]["mask"] for case in record["cases"]} == {mask}
+        in_nan = source.replace(".nan_to_num(0)", "")
+        assert f"is aligned {found} " in checked(in_nan, "f", *asked)[2]
+        assert checked(source, "f", "--causal", other, *asked[1:])[0] == 1  # what is asked for
+
+    def test_a_mask_of_no_alignment_is_still_wrong(self, checked):
+        status, _, error = checked(_changed("if causal", "if False"), "f", "--causal", "--kv-len",
+                                   "50", "--bits", "none")
+        assert status == 1 and "is closest to bottom_right" in error
+
+    def test_an_alignment_that_cannot_be_found_is_asked_for(self, checked, monkeypatch):
+        monkeypatch.setattr(truth, "MAX_HEAD_SCORES", 1000)
+        status, _, error = checked(PLAIN, "f", "--causal", "--kv-len", "50")
+        assert status == 2 and "give --causal bottom_right or --causal top_left" in error
+        assert checked(PLAIN, "f", "--causal", "top_left", "--kv-len", "50", *self.REPEATS)[0] == 0
+
     def test_a_function_that_is_not_deterministic_is_found(self, checked):
         # What a sum by atomics does: a gradient off by its last bit, now and then.
         source = _changed("return torch.einsum", "return Noise.apply(torch.einsum") \
@@ -174,10 +203,12 @@ class TestTorch:
         capsys.readouterr()
         assert cli.main([*arguments, "--function", "torch:sdp"]) == 2
         assert "allowed: torch:sdpa, torch:math, torch:flash" in capsys.readouterr().err
-        assert cli.main([*arguments, "--function", "torch:math", "--kv-len", "50"]) == 2
+        longer = [*arguments, "--function", "torch:math", "--kv-len", "50"]
+        assert cli.main(longer) == 0
+        assert "torch:math aligns its causal mask top_left" in capsys.readouterr().err
+        assert cli.main([*longer, "--causal", "top_left"]) == 0
+        assert cli.main([*longer, "--causal", "bottom_right"]) == 2
         assert "give --causal top_left" in capsys.readouterr().err
-        assert cli.main([*arguments, "--function", "torch:math", "--kv-len", "50", "--causal",
-                         "top_left"]) == 0
 
 
 PAIR = """

@@ -175,3 +175,11 @@ def test_report_compares_infinite_lse():
     assert error_report(truth.astype(np.float32), truth, truth.astype(np.float32))
     for wrong in ([0.0, 1.0], [INF, 1.0], [-INF, -INF], [np.nan, 1.0]):
         assert not error_report(np.float32(wrong), truth, truth.astype(np.float32))
+
+
+def test_an_infinite_bound_is_none():
+    """The plain formula leaves float16: any result would do."""
+    truth = np.array([1e6, 1.0])
+    with np.errstate(over="ignore"):
+        yardstick = truth.astype(np.float16)
+    assert not error_report(np.zeros(2, np.float16), truth, yardstick)

@@ -16,6 +16,7 @@ from ..errors import InvalidInputError
 from ..problem import DTYPES, Problem, mask_from_causal
 from ..terminal import Progress, duration
 from . import expect, process, record, text
+from .alignment import ALIGNMENTS, find_alignment
 from .bits import TESTS
 from .cases import Case, default_cases, own_cases
 from .device import DEVICES, choose_place
@@ -32,7 +33,8 @@ _FUNCTIONS = f"""\
 A function of somebody else's is
 {CONVENTION}.
 Arrays are [batch, len, heads, head_dim], causal is a bool, scale a float; is_causal, softmax_scale
-and sm_scale are known too. torch:sdpa, torch:math, torch:flash, torch:efficient and torch:cudnn
+and sm_scale are known too. With lengths that differ, --causal alone finds out how the function
+aligns its mask. torch:sdpa, torch:math, torch:flash, torch:efficient and torch:cudnn
 stand for torch's scaled_dot_product_attention."""
 _BITS = "\n".join(f"  {test:<8} {what}" for test, what in TESTS.items())
 REPEATS = {"cpu": 3, "gpu": 20}
@@ -81,8 +83,9 @@ def add_parser(commands) -> None:
     own("--kv-heads", type=int, metavar="N", help="heads of k and v (default: those of q)")
     own("--head-dim", type=int, metavar="N", help="columns of a head (default: 64)")
     own("--dtype", choices=DTYPES, help="default: bfloat16")
-    own("--causal", nargs="?", const="bottom_right", choices=("bottom_right", "top_left"),
-        help="causal mask, aligned bottom_right (default) or top_left; without it, full")
+    own("--causal", nargs="?", const=True, choices=ALIGNMENTS,
+        help="causal mask, aligned bottom_right (default; of --function, as it does) or top_left; "
+             "without it, full")
     own("--scale", type=float, metavar="X", help="factor on q k^T (default: 1/sqrt(head_dim))")
     other = parser.add_argument_group("somebody else's attention").add_argument
     other("--function", metavar="MODULE:NAME", help="check this instead of dashcupy, see below")
@@ -95,8 +98,8 @@ def add_parser(commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     start = time.perf_counter()
-    expected = record.read_record(args.expect) if args.expect else None
-    if args.json:
+    expected = record.read_record(args.expect) if args.expect is not None else None
+    if args.json is not None:
         record.require_writable(args.json)
     show = args.json != "-" and not args.digests_only
     # With the record on stdout, whatever a function of the user's prints goes elsewhere.
@@ -108,6 +111,9 @@ def run(args: argparse.Namespace) -> int:
         if not args.digests_only and _given(args):
             _tell_size(subject, work, settings)
         try:
+            if args.causal is True:
+                args = _aligned(args, subject, work[0][0].problem)
+                work = _work(args, subject)
             results = _run_all(args, subject, work, settings, show)
         except MemoryError as error:
             raise InvalidInputError(
@@ -122,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
         text.print_summary(subject, results, settings, seconds)
         if comparison:
             text.print_comparison(comparison)
-    if args.json:
+    if args.json is not None:
         record.write_record(args.json, made)
     return 0 if made["ok"] and (comparison is None or comparison.ok) else 1
 
@@ -187,6 +193,15 @@ def _cases(args: argparse.Namespace, subject: Subject) -> list[Case]:
         other_scale=scale is None and subject.takes_scale)
 
 
+def _aligned(args: argparse.Namespace, subject: Subject, problem: Problem) -> argparse.Namespace:
+    """``args`` with the alignment of a causal mask that was asked for without one."""
+    found = ALIGNMENTS[0]
+    if args.function is not None and problem.q_len != problem.kv_len:
+        found, why = find_alignment(subject, problem)
+        print(f"note: {why}; checked as --causal {found}", file=sys.stderr, flush=True)
+    return argparse.Namespace(**vars(args) | {"causal": found})
+
+
 def _given(args: argparse.Namespace) -> dict[str, object]:
     """What is said about an own shape."""
     return {name: getattr(args, name) for name in _OWN_SHAPE if getattr(args, name) is not None}
@@ -215,11 +230,13 @@ def _tests(args: argparse.Namespace, kind: str) -> tuple[str, ...]:
     if args.bits is None:
         wanted = {test for test in TESTS if test != "load" and (test != "graph" or kind == "gpu")}
     else:
-        wanted = {name.strip() for name in args.bits.split(",")} - {"none", ""}
+        wanted = {name.strip() for name in args.bits.split(",")}
+        wanted = set() if wanted == {"none"} else wanted
         unknown = wanted - set(TESTS)
         if unknown:
-            raise InvalidInputError(f"--bits {args.bits}: {', '.join(sorted(unknown))} is not "
-                                    f"known (allowed: none, or of {', '.join(TESTS)})")
+            raise InvalidInputError(
+                f"--bits {args.bits!r}: {', '.join(map(repr, sorted(unknown)))} is not known "
+                f"(allowed: none alone, or some of {', '.join(TESTS)}, with commas between)")
     if args.stress:
         wanted.add("load")
     return tuple(test for test in TESTS if test in wanted)

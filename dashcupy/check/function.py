@@ -141,6 +141,11 @@ class Call:
                 keywords[ours] = known[0] if known else ours
         return cls(spec, function, keywords)
 
+    @property
+    def causal_alignment(self) -> str:
+        """How the function says that it aligns its causal mask; "" where it says nothing."""
+        return getattr(self.function, "causal_alignment", "")
+
     def __call__(self, arrays: tuple, problem: Problem) -> Any:
         """Call it; whatever it raises becomes an `UnsupportedError` with its words."""
         given = {"causal": problem.causal, "scale": problem.scale}
@@ -148,7 +153,7 @@ class Call:
             raise InvalidInputError(
                 f"--causal: {self.spec} has no argument {' or '.join(_NAMES['causal'])}")
         if (problem.mask == "causal" and problem.q_len != problem.kv_len
-                and getattr(self.function, "causal_alignment", "") == "top_left"):
+                and self.causal_alignment == "top_left"):
             raise InvalidInputError(f"--causal: {self.spec} aligns its mask top-left, which is "
                                     f"another one when lengths differ: give --causal top_left")
         options = {theirs: given[ours] for ours, theirs in self.keywords.items()}
@@ -199,9 +204,10 @@ class Function:
         self.title, self._version, self._spec = f"function {spec}", version, spec
         self._forward_only = forward_only
         self.takes_scale = all("scale" in call.keywords for call in calls)
+        self.causal_alignment = calls[0].causal_alignment
 
     def backwards(self, problem: Problem, asked: str | None) -> list[str]:
-        if asked:
+        if asked is not None:
             raise InvalidInputError(f"--schedule {asked}: {self._spec} has no schedules")
         return [] if self._forward_only else [BACKWARD]
 

@@ -50,12 +50,13 @@ def make_inputs(kind: str, problem: Problem, seed: int = 0) -> dict[str, np.ndar
     arrays = {}
     for stream, name in enumerate(_NAMES):
         array = _bell(kv_shape if name in "kv" else q_shape, seed, stream)
-        if kind == "deep" and name in "qk":
-            array *= 0.5
-            array[..., 0] = _DEEP_Q if name == "q" else _DEEP_SCORE / (_DEEP_Q * problem.scale)
-        elif kind == "one_hot" and name == "q":
-            array *= _ONE_HOT_FACTOR
-        arrays[name] = array.astype(dtype)
+        with np.errstate(over="ignore"):  # of "deep" with a tiny scale: `Truth` refuses it
+            if kind == "deep" and name in "qk":
+                array *= 0.5
+                array[..., 0] = _DEEP_Q if name == "q" else _DEEP_SCORE / (_DEEP_Q * problem.scale)
+            elif kind == "one_hot" and name == "q":
+                array *= _ONE_HOT_FACTOR
+            arrays[name] = array.astype(dtype)
     return arrays
 
 

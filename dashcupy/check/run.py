@@ -180,6 +180,8 @@ def run_case(subject: Subject, case: Case, names: list[str], settings: Settings,
 
     Raises
     ------
+    InvalidInputError
+        Results are beyond what the dtype can hold; or the subject writes its arguments.
     UnsupportedError
         There is no forward for the problem. A backward that cannot run is no error: the result
         says why.
@@ -203,6 +205,8 @@ class _CaseRun:
         self._arrays = {name: subject.place.put(array) for name, array in self._host.items()}
         self._results: Arrays = {}
         self._runs = [_Run(name) for name in (FORWARD, *names)]
+        # Before the calls, which take long: what cannot be judged is refused.
+        self._truth = Truth(case.problem, self._host) if settings.values else None
 
     def result(self) -> CaseResult:
         for run in self._runs:
@@ -213,9 +217,8 @@ class _CaseRun:
                 self._compare_variant(test)
                 self._on_step()
         self._require_same_inputs()
-        problem = self._case.problem
-        truth = Truth(problem, self._host) if self._settings.values else None
-        return CaseResult(self._case, tuple(self._finished(run, truth) for run in self._runs),
+        problem, truth = self._case.problem, self._truth
+        return CaseResult(self._case, tuple(self._finished(run) for run in self._runs),
                           digest_of(self._host), len(truth.sample) if truth else 0,
                           problem.batch * problem.n_kv_head)
 
@@ -333,7 +336,8 @@ class _CaseRun:
                 self._subject.locate(problem, run.name, name, index)))
         run.tests[test] = DIFFERENT if faults else EQUAL
 
-    def _finished(self, run: _Run, truth: Truth | None) -> RunResult:
+    def _finished(self, run: _Run) -> RunResult:
+        truth = self._truth
         tensors = () if run.error or run.refused else tuple(
             TensorResult(name, *(truth.compare(name, array) if truth else (None, None)),
                          digest(array), tuple(run.found.get(name, ())))

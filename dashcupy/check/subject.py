@@ -64,7 +64,7 @@ class Dashcupy:
     def backwards(self, problem: Problem, asked: str | None) -> list[str]:
         if asked == "auto":
             return ["auto"]
-        names = [schedules.get(asked).NAME] if asked else schedules.names()
+        names = [schedules.get(asked).NAME] if asked is not None else schedules.names()
         return [name for name in names if schedules.supports(name, problem.mask)]
 
     def fingerprint(self, problem: Problem, name: str) -> str:

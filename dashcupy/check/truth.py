@@ -6,6 +6,7 @@ import os
 
 import numpy as np
 
+from ..errors import InvalidInputError
 from ..problem import Problem
 from ..reference import (
     ErrorReport,
@@ -13,6 +14,7 @@ from ..reference import (
     attention_backward_yardstick,
     attention_reference,
     attention_yardstick,
+    default_floor,
     error_report,
 )
 
@@ -24,6 +26,7 @@ MAX_HEAD_SCORES = 1 << 28
 _MATRICES = 8  # of float64 that it holds at a time, at most
 _GRADIENT_FACTOR = 3.0
 _FORWARD_FACTOR = 2.0
+_LEAST_FLOOR = 2.0**-126  # smaller float32 numbers become 0 on a GPU
 
 
 def memory_bytes() -> int | None:
@@ -43,6 +46,11 @@ class Truth:
     inputs
         ``q``, ``k``, ``v`` and ``dout``.
 
+    Raises
+    ------
+    InvalidInputError
+        A result is beyond what the dtype can hold: an error could be anything.
+
     Attributes
     ----------
     sample : list of (batch, kv head)
@@ -54,19 +62,40 @@ class Truth:
         self.sample = _sample(problem)
         self._exact: dict[str, np.ndarray] = {}
         self._plain: dict[str, np.ndarray] = {}
+        self._plain_errors: dict[str, float] = {}
         if self.sample:
             self._exact, self._plain = references(
                 problem, {name: self._gather(name, array) for name, array in inputs.items()})
+            with np.errstate(over="ignore", invalid="ignore"):
+                self._judge_plain()
 
     def compare(self, name: str, got: np.ndarray) -> tuple[ErrorReport | None, float | None]:
         """Errors of a result and their bounds, and the plain formula's largest error."""
         if not self.sample:
             return None, None
-        exact, plain = self._exact[name], self._plain[name]
+        return self._report(name, self._gather(name, got)), self._plain_errors[name]
+
+    def _report(self, name: str, got: np.ndarray) -> ErrorReport:
+        exact = self._exact[name]
         factor = _FORWARD_FACTOR if name in ("out", "lse") else _GRADIENT_FACTOR
         floor = self._lse_floor(exact) if name == "lse" else None
-        report = error_report(self._gather(name, got), exact, plain, factor=factor, floor=floor)
-        return report, error_report(plain, exact, plain).max_error
+        if name in ("dq", "dk"):
+            # Multiples of the scale: beside those of a tiny one the default would allow anything.
+            share = min(1.0, self._problem.scale * self._problem.head_dim ** 0.5)
+            floor = max(share * default_floor(got.dtype), _LEAST_FLOOR)
+        return error_report(got, exact, self._plain[name], factor=factor, floor=floor)
+
+    def _judge_plain(self) -> None:
+        """The plain formula is within its own bounds, unless it overflows or they do."""
+        p = self._problem
+        for name, plain in self._plain.items():
+            report = self._report(name, plain)
+            if not report.ok:
+                raise InvalidInputError(
+                    f"--scale {p.scale:g}: {name} of the inputs of this check is beyond what "
+                    f"{p.dtype} can hold, or its square what float64 can, so that no error can be "
+                    f"judged; give a scale nearer to the default, {p.head_dim ** -0.5:.3g}")
+            self._plain_errors[name] = report.max_error
 
     def _lse_floor(self, exact: np.ndarray) -> float | None:
         """Error of lse that tensor cores may make.
@@ -114,7 +143,8 @@ def references(problem: Problem, inputs: dict[str, np.ndarray]
     results = []
     for forward, backward in ((attention_reference, attention_backward_reference),
                               (attention_yardstick, attention_backward_yardstick)):
-        out, lse = forward(q, k, v, **options)
-        dq, dk, dv = backward(dout, q, k, v, **options)
+        with np.errstate(over="ignore", invalid="ignore"):  # `Truth` refuses what comes of it
+            out, lse = forward(q, k, v, **options)
+            dq, dk, dv = backward(dout, q, k, v, **options)
         results.append({"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv})
     return results[0], results[1]
