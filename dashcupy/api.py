@@ -122,8 +122,9 @@ def attention_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *,
         strides are free, so the three may be slices of one fused array). They may share no memory
         with an input or with each other.
     workspace : array, optional
-        Scratch memory on the GPU: uint8, one axis, contiguous, at least
-        ``attention_plan(...).workspace_bytes`` long, any contents. Only a CUDA graph that is
+        Scratch memory on the device of the others: uint8, one axis, contiguous, at least
+        ``attention_plan(...).workspace_bytes`` long (0 on the CPU, where it is checked and then
+        left alone), any contents. Only a CUDA graph that is
         captured from CuPy arrays needs it: CuPy's pool would hand the memory out again. Copies
         that compute capability 9.0 needs, as in `attention`, come on top if dout, out or the
         gradients are the reason, which the plan does not see: an error says how much.

@@ -64,6 +64,8 @@ def run(direction: str, inputs: tuple[Any, ...], given: tuple[Any, ...], *,
         outputs, scratch = _borrow_given(direction, framework, inputs, borrowed, given, workspace)
     device = borrowed[0].device
     if device == CPU:
+        if scratch is not None:
+            _check_workspace(scratch, framework.to_numpy(scratch).strides, 0)
         results = _run_cpu(direction, framework, borrowed, outputs, options[1:4])
     else:
         new = driver.on_device(device, _prepare, framework, borrowed, outputs, scratch, options)
@@ -146,7 +148,7 @@ def _prepare(framework: Framework, borrowed: list[Borrowed], outputs: list[Borro
             borrowed[0].device, _may_be_aligned(options[0], borrowed, outputs), *options,
             _layouts(borrowed), _layouts(outputs))
     if scratch is not None:
-        _check_workspace(scratch, launcher.plan.workspace_bytes)
+        _check_workspace(scratch, scratch.layout.strides, launcher.plan.workspace_bytes)
     return Ready(framework, launcher, wanted, borrowed, outputs, scratch)
 
 
@@ -197,11 +199,11 @@ def _may_be_aligned(direction: str, borrowed: list[Borrowed],
     return bits & 15 == 0
 
 
-def _check_workspace(scratch: Borrowed, n_bytes: int) -> None:
-    shape, strides, dtype = scratch.layout
-    if (len(shape) != 1 or dtype != "uint8" or shape[0] < n_bytes or strides != (1,)
-            or scratch.pointer % 16):
+def _check_workspace(scratch: Borrowed, strides: tuple[int, ...], n_bytes: int) -> None:
+    shape, _, dtype = scratch.layout
+    if (len(shape) != 1 or dtype != "uint8" or shape[0] < n_bytes
+            or (shape[0] > 1 and strides != (1,)) or scratch.pointer % 16):
+        address = "" if scratch.device == CPU else f", starting at address {scratch.pointer}"
         raise InvalidInputError(
-            f"workspace has shape {tuple(shape)}, dtype {dtype} and starts at address "
-            f"{scratch.pointer}: must be one contiguous axis of at least {n_bytes} uint8 at a "
-            f"multiple of 16 bytes")
+            f"workspace has shape {tuple(shape)}, strides {strides} and dtype {dtype}{address}: "
+            f"must be one contiguous axis of at least {n_bytes} uint8 at a multiple of 16 bytes")

@@ -233,6 +233,21 @@ def test_wrong_out(options, message):
         dashcupy.attention(x["q"], x["k"], x["v"], **options)
 
 
+def test_workspace_on_the_cpu():
+    """A script that is tried out on the CPU must not fail on the GPU only."""
+    x = draw(np.float32)
+    assert dashcupy.attention_plan(x["q"], x["k"], x["v"]).workspace_bytes == 0
+    for n_bytes in (0, 5):
+        assert bytes_of(both(x, workspace=np.empty(n_bytes, np.uint8))) == bytes_of(both(x))
+    for wrong, message in (
+            (np.empty(8, np.float32), "dtype float32: must be one contiguous axis of at least 0"),
+            (np.empty((2, 8), np.uint8), r"shape \(2, 8\)"),
+            (np.empty(8, np.uint8)[::2], r"strides \(2,\)"), ("8", "workspace is a builtins.str"),
+            (np.zeros(8, np.uint8).view(np.ma.MaskedArray), "workspace is a masked array")):
+        with pytest.raises(InvalidInputError, match=message):
+            both(x, workspace=wrong)
+
+
 def test_plan():
     """A plan names what a call would do, for either direction."""
     x = draw(np.float32)
