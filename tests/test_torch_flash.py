@@ -122,9 +122,17 @@ def test_sdpa_is_that_of_pytorch(shapes, options):
 @pytest.mark.parametrize("options, error, words", [
     ({"attn_mask": torch.ones(5, 5, dtype=torch.bool)}, UnsupportedError, "attn_mask is a tensor"),
     ({"dropout_p": 0.1}, UnsupportedError, "dropout_p is 0.1"),
-    ({"key": randn(2, 2, 5, 8)}, InvalidInputError, "enable_gqa=True"),
+    (dict.fromkeys(("key", "value"), randn(2, 2, 5, 8)), InvalidInputError, "enable_gqa=True"),
     ({"value": randn(2, 5, 8)}, InvalidInputError, "must all be"),
     ({"query": randn(2, 5, 4, 8).numpy()}, InvalidInputError, "query is a numpy.ndarray"),
+    # In the caller's order of axes and names, not in those of the kernels.
+    ({"key": randn(2, 4, 7, 8)}, InvalidInputError, r"key \(2, 4, 7, 8\), value .*one shape"),
+    ({"query": randn(2, 4, 5, 16)}, InvalidInputError, r"query \(2, 4, 5, 16\), .*one head_dim"),
+    ({"query": randn(1, 4, 5, 8)}, InvalidInputError, r"query \(1, 4, 5, 8\), .*one batch"),
+    ({"query": randn(2, 6, 5, 8), "enable_gqa": True}, InvalidInputError,
+     r"query \(2, 6, 5, 8\), key .*heads of query \(axis 1\) must be a multiple"),
+    ({name: randn(2, 5, 8) for name in ("query", "key")} | {"value": randn(2, 6, 8)},
+     InvalidInputError, r"value \(2, 6, 8\): must have"),
 ])
 def test_sdpa_refusals(options, error, words):
     arguments = {name: randn(2, 4, 5, 8) for name in ("query", "key", "value")} | options

@@ -111,18 +111,31 @@ def scaled_dot_product_attention(query: torch.Tensor, key: torch.Tensor, value: 
     require_tensors(arrays)
     n_axis = query.dim()
     if n_axis not in (3, 4) or key.dim() != n_axis or value.dim() != n_axis:
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in arrays.items())
-        raise InvalidInputError(f"scaled_dot_product_attention got {shapes}: must all be [batch, "
-                                f"heads, len, head_dim], or all [batch, len, head_dim]")
+        raise _sdpa_error(arrays, "must all be [batch, heads, len, head_dim], or all [batch, len, "
+                                  "head_dim]")
+    # Here, and not where axes are in our order and have our names.
+    if (key.shape != value.shape or query.shape[0] != key.shape[0]
+            or query.shape[-1] != key.shape[-1]):
+        raise _sdpa_error(arrays, "must have one batch (axis 0) and one head_dim (the last axis), "
+                                  "and key and value one shape")
     if n_axis == 3:
         query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise InvalidInputError(
             f"query has {query.shape[1]} heads and key {key.shape[1]}: give enable_gqa=True for "
             f"q heads that share kv heads")
+    if query.shape[1] and (not key.shape[1] or query.shape[1] % key.shape[1]):
+        raise _sdpa_error(arrays, "the heads of query (axis 1) must be a multiple of those of key "
+                                  "and value")
     out = attend("attention", (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)),
                  "top_left" if is_causal else False, scale, schedule, False)
     return out.squeeze(2) if n_axis == 3 else out.transpose(1, 2)
+
+
+def _sdpa_error(arrays: dict[str, torch.Tensor], text: str) -> InvalidInputError:
+    """With the shapes as they were given."""
+    shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in arrays.items())
+    return InvalidInputError(f"scaled_dot_product_attention got {shapes}: {text}")
 
 
 def attend(name: str, arrays: tuple[torch.Tensor, ...], causal: bool | str, scale: float | None,
