@@ -276,7 +276,7 @@ class _Jax(Framework):
                       if d.platform in ("gpu", "cuda") and d.local_hardware_id == like.device)
 
         def make():
-            x = self._jax.numpy.empty(shape, numpy_dtype(dtype), device=device)
+            x = self._concrete(self._jax.numpy.empty(shape, numpy_dtype(dtype), device=device))
             view = require_cupy().from_dlpack(x)
             return view, view.data.ptr
         return make
@@ -286,7 +286,12 @@ class _Jax(Framework):
         return self._jax.dlpack.from_dlpack(result)
 
     def from_numpy(self, array, like):
-        return self._jax.device_put(array, next(iter(like.array.devices())))
+        return self._concrete(self._jax.device_put(array, next(iter(like.array.devices()))))
+
+    def _concrete(self, result: Any) -> Any:
+        if isinstance(result, self._jax.core.Tracer):
+            raise _traced("a result made while JAX traces the function around this call")
+        return result
 
 
 NUMPY, CUPY, DLPACK = _NumPy(), _CuPy(), _Dlpack()

@@ -122,6 +122,17 @@ def test_jax_arrays_without_one_memory_are_refused(gpu, monkeypatch, x, message)
             dashcupy.attention(x, x, x)
 
 
+def test_jax_arrays_of_a_call_inside_a_trace(gpu, monkeypatch):
+    """Memory for results would be a tracer, although the inputs are none."""
+    monkeypatch.setattr(arrays, "_by_type", {})
+    jax = install_jax(monkeypatch)
+    x = FakeJaxArray(SHAPE)
+    dashcupy.attention(x, x, x)
+    jax.numpy.empty = lambda shape, dtype, device: FakeTracer(shape, dtype.name)
+    with pytest.raises(InvalidInputError, match="while JAX traces.*dashcupy.jax.attention"):
+        dashcupy.attention(x, x, x)
+
+
 def test_jax_arrays_cannot_be_written(gpu, monkeypatch):
     """They are immutable: whoever holds another view would see the change."""
     install_jax(monkeypatch)
@@ -246,3 +257,5 @@ def test_real_jax_on_the_cpu(dtype):
     for transform in (jax.jit, jax.vmap, lambda f: jax.grad(lambda a: f(a).sum())):
         with pytest.raises(InvalidInputError, match="JAX tracer"):
             transform(lambda a: dashcupy.attention(a, a, a))(q)
+    with pytest.raises(InvalidInputError, match="while JAX traces.*dashcupy.jax.attention"):
+        jax.jit(lambda a: a + dashcupy.attention(q, k, v))(q)
