@@ -34,7 +34,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         help="kv heads whose works are handed out together (default: all)")
     add("--q-per-kv", type=int, default=1, help="q heads to a kv head (default: 1)")
     add("--mask", choices=MASKS, default="full", help="default: full")
-    add("--sms", type=int, help="CTAs that run at the same time (default: kv tiles)")
+    add("--sms", type=int,
+        help="CTAs that run at the same time (default: works of a head; for 'all', kv tiles)")
     add("--compute", type=float, default=1.0, help="compute time of a step (default: 1)")
     add("--reduce", type=float, default=0.25, help="time of an add into dq (default: 0.25)")
     add("--latency", type=float, default=0.0, help="hand-off to the next in line (default: 0)")
@@ -53,21 +54,21 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status, 1 if a schedule hangs."""
     shape = _shape(args)
     costs = Costs(args.compute, args.reduce, args.latency, args.slots, args.writer)
-    n_sm = args.kv if args.sms is None else args.sms
-    _require_feasible(args, shape, n_sm)
+    _require_feasible(args, shape)
     if args.plot is not None:
         draw.check_path(args.plot)
     if args.name == "all":
         chosen = [name for name in schedules.names() if schedules.supports(name, args.mask)]
     else:
         chosen = [schedules.resolve(args.name, shape).NAME]
+    n_sm, assumed = _sms(args, shape, chosen)
 
     results = {name: simulate(name, shape, args.heads, n_sm, costs, assignment=args.assignment,
                               q_per_kv=args.q_per_kv, head_group=args.head_group)
                for name in chosen}
     if len(chosen) == 1:
         print(draw.step_table(schedules.get(chosen[0]), shape), end="\n\n")
-    print(_heads(args) + " on " + _plural(n_sm, "SM"))
+    print(_heads(args) + " on " + _plural(n_sm, "SM") + assumed)
     print(summary(results))
     if len(chosen) == 1 and not results[chosen[0]].deadlock:
         print("\n" + per_worker(results[chosen[0]]))
@@ -86,15 +87,25 @@ def _shape(args: argparse.Namespace) -> Shape:
     return replace(shape, offset=0) if args.mask == "causal_top_left" else shape
 
 
-def _require_feasible(args: argparse.Namespace, shape: Shape, n_sm: int) -> None:
+def _sms(args: argparse.Namespace, shape: Shape, chosen: list[str]) -> tuple[int, str]:
+    """How many SMs, and what is assumed if it is not said."""
+    if args.sms is not None:
+        return args.sms, ""
+    # All on as many, to compare them: symmetric_shift has half as many works as kv tiles.
+    of, n_sm = ("kv tile", shape.n_kv) if args.name == "all" else (
+        "work", schedules.get(chosen[0]).num_work(shape))
+    return n_sm, f" (as --sms is not given: one for each {of} of a head)"
+
+
+def _require_feasible(args: argparse.Namespace, shape: Shape) -> None:
     n_step = shape.n_q * shape.n_kv * args.heads * args.q_per_kv
     if n_step > MAX_STEPS:
         raise InvalidInputError(
             f"{shape.n_q} q tiles x {shape.n_kv} kv tiles x {_plural(args.heads, 'head')} x "
             f"{args.q_per_kv} q heads each = {n_step} steps: at most {MAX_STEPS} are simulated; "
             f"give fewer (--kv, --q, --heads, --q-per-kv)")
-    if n_sm > MAX_STEPS:
-        raise InvalidInputError(f"--sms {n_sm}: at most {MAX_STEPS}")
+    if args.sms is not None and args.sms > MAX_STEPS:
+        raise InvalidInputError(f"--sms {args.sms}: at most {MAX_STEPS}")
 
 
 def summary(results: dict[str, Simulation]) -> str:

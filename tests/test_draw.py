@@ -136,3 +136,14 @@ def test_command_refusals():
     for large in ("auto --kv 3000", "all --kv 1000 --heads 4 --q-per-kv 2", "auto --sms 5000000"):
         with pytest.raises(InvalidInputError, match="at most 4000000"):
             command(large)
+
+
+@pytest.mark.parametrize("text, line", [
+    # Half of as many SMs as kv tiles would be idle, and look like a fault of the schedule.
+    ("symmetric_shift --mask causal", "1 head on 4 SMs (as --sms is not given: one for each work"),
+    ("descending --mask causal", "1 head on 8 SMs (as --sms is not given: one for each work"),
+    ("all --mask causal", "1 head on 8 SMs (as --sms is not given: one for each kv tile"),
+    ("symmetric_shift --mask causal --sms 8", "1 head on 8 SMs\n")])
+def test_the_number_of_sms_that_is_assumed_is_told(capsys, text, line):
+    assert command(text) == 0
+    assert line in capsys.readouterr().out
