@@ -8,14 +8,20 @@ import sys
 from pathlib import Path
 
 from dashcupy import schedules
-from dashcupy.errors import DashcupyError, InvalidInputError
+from dashcupy.errors import DashcupyError, InvalidInputError, UnsupportedError
 
-from .repro import data, plot
-from .repro.attention import KINDS
-from .repro.compare import compare
-from .repro.model import HEAD_DIMS, MLPS, SIZES
-from .repro.parallel import MODES
-from .repro.run import train
+try:
+    from .repro import data, plot
+    from .repro.attention import KINDS
+    from .repro.compare import compare
+    from .repro.model import HEAD_DIMS, MLPS, SIZES
+    from .repro.parallel import MODES
+    from .repro.run import train
+except UnsupportedError as error:  # no PyTorch
+    if __name__ != "__main__":
+        raise  # for the command line of the package
+    print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    sys.exit(2)
 
 DESCRIPTION = """\
 Train a decoder on bytes of text and keep a record: losses, digests of gradients and weights, step

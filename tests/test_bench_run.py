@@ -257,3 +257,15 @@ def test_record_names_what_the_model_must_know(monkeypatch):
         "head_group": ours.head_group(cell.problem, plan.config), "resident": 200}
     forward = ours.plan_or_skip(cell, "forward", (9, 0), [None])[None]
     assert ours.kernel_of(forward, 0)["resident"] is None
+
+
+@pytest.mark.parametrize("call", [
+    "runpy.run_module('bench.train_repro', run_name='__main__')",
+    "sys.exit(__import__('dashcupy.cli').cli.main(['bench', 'train_repro']))"])
+def test_a_training_run_without_pytorch_is_one_line(call):
+    """The script imports PyTorch before it can look at its options."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import runpy, sys; sys.modules['torch'] = None; {call}"],
+        cwd=ROOT, text=True, capture_output=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "needs PyTorch, which is not installed; pip install torch" in done.stderr
