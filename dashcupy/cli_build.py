@@ -48,14 +48,18 @@ def add_parser(commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status, 1 if a kernel does not compile."""
-    capability = _capability(args.arch)
+    capability, chosen_by = _capability(args.arch)
     library = nvrtc.default_library()
     arch = nvrtc.choose_arch(capability, library)
     todo = list(dict.fromkeys(_kernels(args, capability)))
     if args.jobs is not None and args.jobs < 1:
         raise InvalidInputError(f"--jobs {args.jobs}: must be at least 1")
-    print(f"{len(todo)} kernels for {arch} with {library}, into {cache.folder_or_none()}",
-          flush=True)
+    print(f"{len(todo)} kernels for {arch} ({chosen_by}; compute capability "
+          f"{'{}.{}'.format(*capability)}) with {library}, into {cache.folder_or_none()}\n"
+          f"of: {_what(args, capability)}", flush=True)
+    if driver.version() is None:
+        print("there is no driver here, so the newest NVRTC is taken; a machine whose driver is "
+              "too old for it takes an older one, and compiles again", flush=True)
 
     start, faults = time.perf_counter(), []
     executor = ThreadPoolExecutor(args.jobs or os.cpu_count() or 1)
@@ -83,37 +87,51 @@ def run(args: argparse.Namespace) -> int:
     return 1 if faults else 0
 
 
-def _capability(arch: str | None) -> tuple[int, int]:
-    """The compute capability that ``--arch`` names, or that of the first GPU."""
+def _capability(arch: str | None) -> tuple[tuple[int, int], str]:
+    """The compute capability that ``--arch`` names, or that of the first GPU; and which it is."""
     if arch is not None:
         match = re.fullmatch(r"(?:sm_)?(\d+)(\d)[af]?", arch)
         if not match:
             raise InvalidInputError(f"--arch {arch}: not an architecture (such as sm_80, sm_90a)")
-        return int(match[1]), int(match[2])
-    hint = "say which to compile for with --arch, such as --arch sm_90a"
+        return (int(match[1]), int(match[2])), f"--arch {arch}"
+    hint = "say for which with --arch, such as --arch sm_90a; to compile needs no GPU"
     try:
         found = driver.devices()
     except DashcupyError as error:
-        raise DeviceError(f"{error}; or {hint}") from error
+        raise DeviceError(f"no GPU here to compile for: {hint} ({error})") from error
     if not found:
-        raise DeviceError(f"the driver sees no GPU; {hint}")
-    return found[0].compute_capability
+        raise DeviceError(f"no GPU here to compile for: {hint} (the driver sees none)")
+    return found[0].compute_capability, f"of GPU 0, {found[0].name}"
+
+
+def _asked(args: argparse.Namespace, capability: tuple[int, int]
+           ) -> tuple[Sequence[int], Sequence[str], Sequence[str], Sequence[str]]:
+    """head_dims, dtypes, masks and schedules."""
+    head_dims = args.head_dim or (
+        [n for n in ALL_HEAD_DIMS if n <= max_head_dim(capability)] if args.all else
+        COMMON_HEAD_DIMS)
+    masks = {"yes": ("causal",), "no": ("full",), "both": ("full", "causal")}[args.causal]
+    names = args.schedule or (schedules.names() if args.all else ("auto",))
+    return head_dims, args.dtype or GPU_DTYPES, masks, names
+
+
+def _what(args: argparse.Namespace, capability: tuple[int, int]) -> str:
+    head_dims, dtypes, masks, names = _asked(args, capability)
+    return (f"head_dim {', '.join(map(str, head_dims))}; {', '.join(dtypes)}; mask "
+            f"{', '.join(masks)}; schedule {', '.join(names)}; arrays "
+            f"{'of any alignment' if args.all else 'aligned to 16 bytes'}")
 
 
 def _kernels(args: argparse.Namespace, capability: tuple[int, int]
              ) -> Iterator[tuple[str, Sequence[tuple[str, int | str]]]]:
     """(kernel, defines) of everything that is asked for; some come several times."""
-    head_dims = args.head_dim or (
-        [n for n in ALL_HEAD_DIMS if n <= max_head_dim(capability)] if args.all else
-        COMMON_HEAD_DIMS)
-    names = args.schedule or (schedules.names() if args.all else ("auto",))
-    masks = {"yes": ("causal",), "no": ("full",), "both": ("full", "causal")}[args.causal]
+    head_dims, dtypes, masks, names = _asked(args, capability)
     for name in names:
         if name != "auto" and not any(schedules.supports(name, mask) for mask in masks):
             raise InvalidInputError(f"--schedule {name} has no kernel for --causal {args.causal}: "
                                     f"it is defined for {', '.join(schedules.get(name).MASKS)}")
     for head_dim, dtype, mask, aligned in product(
-            head_dims, args.dtype or GPU_DTYPES, masks, (True, False) if args.all else (True,)):
+            head_dims, dtypes, masks, (True, False) if args.all else (True,)):
         problem = Problem(1, _LEN, _LEN, 1, 1, head_dim, dtype, mask, 1.0)
         plans = [make_plan(problem, "forward", capability, aligned=aligned, debug=env.debug())]
         plans += [make_plan(problem, "backward", capability, name, aligned, env.debug())

@@ -11,7 +11,8 @@ from .errors import DashcupyError
 from .version import __version__
 
 _PACKAGES = ("numpy", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "cupy",
-             "cuda-pathfinder", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc", "torch", "jax")
+             "cuda-pathfinder", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc", "torch", "jax",
+             "transformers")
 _FOREIGN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_PATH", "CUPY_CACHE_DIR")
 
 

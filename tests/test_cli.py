@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -69,14 +70,17 @@ def test_gpu_is_refused_where_there_is_none(capsys, monkeypatch):
     assert cli.main(["check", "--device", "gpu"]) == 2
     assert capsys.readouterr().err == "error: no NVIDIA driver\n"
     assert cli.main(["build"]) == 2
-    assert "--arch" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "no GPU here to compile for: say for which with --arch" in error
+    assert "needs no GPU (no NVIDIA driver)" in error
 
 
 def test_info_prints_the_same_as_text_and_json(capsys):
     assert cli.main(["info", "--json"]) == 0
     assert json.loads(capsys.readouterr().out).keys() == info.collect().keys()
     assert cli.main(["info"]) == 0
-    assert "versions:" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "versions:" in text and re.search(r"  transformers +(\d+\.|not installed)", text)
 
 
 def test_ctrl_c_ends_without_a_traceback():
@@ -116,7 +120,18 @@ def test_build_fills_the_cache_without_a_gpu(capsys, monkeypatch, tmp_path):
     assert cli.main(argv) == 0
     kernels = sorted(path.name.split("-")[0] for path in tmp_path.glob("*.cubin"))
     assert kernels == ["bwd_postprocess", "bwd_preprocess", "bwd_sm90_d64", "fwd_sm90"]
-    assert "4 of 4 kernels are in the cache" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "4 of 4 kernels are in the cache" in text
+    assert "4 kernels for sm_90a (--arch sm_90a; compute capability 9.0) with NVRTC" in text
+    assert "of: head_dim 64; bfloat16; mask causal; schedule symmetric_shift; arrays" in text
+
+
+def test_build_tells_that_another_driver_may_want_another_compiler(built, capsys, monkeypatch):
+    """Kernels are cached by their NVRTC; a machine without a GPU cannot know which it will be."""
+    for version, told in ((None, True), ((13, 0), False)):
+        monkeypatch.setattr(driver, "version", lambda version=version: version)
+        assert cli.main(["build", "--arch", "sm_90a"]) == 0
+        assert ("there is no driver here, so the newest NVRTC" in capsys.readouterr().out) == told
 
 
 @pytest.fixture
