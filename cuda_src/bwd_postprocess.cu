@@ -1,6 +1,10 @@
 // After the Hopper backwards: dq = scale * dq_accum, rounded to elements. One CTA per q tile of a
 // q head; one that no kv tile contributes to has its zeros from bwd_preprocess.
 //
+// It may start while the last works of the backward are under way, on SMs that have none left: each
+// CTA waits until its sum is complete. Nothing can hang: when it starts, all CTAs of the backward
+// have (let_next_kernel_start), and those wait for nobody here. It ends after the backward.
+//
 // Rows that see no key are 0, whatever keys that other rows of their tile see left in dq_accum
 // (0 * NaN).
 //
@@ -8,12 +12,15 @@
 // bwd_sm90_d64_layout.cuh): two columns of a row are together, so a tile goes through shared memory
 // to become whole rows.
 #include "params.cuh"
+#include "ptx/dependent_launch.cuh"
 #include "schedules/shape.cuh"
 #include "tile/mask.cuh"
 #include "tile/smem_tile.cuh"
+#include "tile/turnstile.cuh"
 
 constexpr int N_THREAD = 256;
 constexpr int Q_TILE = DC_Q_TILE, HEAD_DIM_PAD = DC_HEAD_DIM_PAD;
+constexpr int N_SUM = HEAD_DIM_PAD > 128 ? 2 : 1;  // bwd_sm90_wide has two writers
 static_assert(Q_TILE == 64 && HEAD_DIM_PAD % 64 == 0, "the accumulators of a warpgroup");
 static_assert(DC_PARAMS_BYTES == sizeof(BackwardParams), "params.py packs another struct");
 
@@ -23,7 +30,15 @@ extern "C" __global__ void __launch_bounds__(N_THREAD)
   const schedule::Shape shape =
       schedule::make_shape(params.q_len, params.kv_len, params.mask_offset);
   const int q_tile = blockIdx.x % shape.n_q, sequence = blockIdx.x / shape.n_q;
-  if (schedule::num_kv_tiles(shape, q_tile) == 0) return;
+  const int n_part = schedule::num_kv_tiles(shape, q_tile);
+  if (n_part == 0) {
+    wait_for_kernels_before();
+    return;
+  }
+  if (threadIdx.x < N_SUM)
+    turnstile_wait(params.dq_semaphore + i64(blockIdx.x) * DC_SEMAPHORE_STRIDE + threadIdx.x,
+                   Turn{int(blockIdx.x), -1, q_tile, u32(n_part)}, params.report);
+  __syncthreads();
 
   const int t = threadIdx.x % 128, row = 16 * (t / 32) + t % 32 / 4;
   const int first_row =
@@ -33,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(N_THREAD)
   for (int half = threadIdx.x / 128; half < HEAD_DIM_PAD / 32; half += N_THREAD / 128)
 #pragma unroll
     for (int j = 4 * half; j < 4 * half + 4; ++j) {
-      const float4 four = sum[j * 128];
+      const float4 four = ld_cg(sum + j * 128);
       const u32 pair = pack(four.x * params.scale, four.y * params.scale);
       const u32 pair_8 = pack(four.z * params.scale, four.w * params.scale);
       const int column = 8 * j + 2 * (t % 4);
@@ -49,4 +64,5 @@ extern "C" __global__ void __launch_bounds__(N_THREAD)
     store_chunk(dq + i64(q_tile * Q_TILE + from_row) * params.dq_strides.row + chunk, tile,
                 from_row, chunk);
   }
+  wait_for_kernels_before();  // what follows in the stream needs dk and dv, too
 }

@@ -33,6 +33,7 @@ DC_FN void load_tiles(SharedStorage& smem, const BackwardParams& params, const B
     const Batch& batch = smem.batches[n % N_BATCH];
     mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
     if (batch.stop) return;
+    mbarrier_arrive(smem_address(&barriers.batch_begun[n % N_BATCH]));
     if (batch.is_first && batch.count > 0) {  // without q heads no step and no map
       const int stage = batch.kv_tile0 % N_KV_STAGE;
       const u32 kv_full = smem_address(&barriers.kv_full[stage]);
@@ -116,7 +117,7 @@ DC_FN void take_turns(SharedStorage& smem, const BackwardParams& params, int w) 
                                                                     there.steps[j].ticket));
       mbarrier_wait(smem_address(&barriers.dq_added[w]), full_parity((step0 + i) / N_SOFTMAX));
       if (granted) mbarrier_arrive(turn);
-      if (!DC_UNORDERED && (batch.not_final >> i & 1)) turnstile_release(semaphore_of(step));
+      turnstile_release(semaphore_of(step));
     }
     step0 += batch.count;
     mbarrier_arrive(smem_address(&barriers.batch_empty[n % N_BATCH]));
@@ -132,6 +133,7 @@ extern "C" __global__ void __launch_bounds__(N_THREAD, 1)
   const int lane = threadIdx.x % WARP_SIZE;
   if (threadIdx.x == 0) init_barriers(smem);
   __syncthreads();
+  wait_for_kernels_before();  // row values, semaphores, counter
   if (warpgroup == 0) {
     drop_registers<HELPER_REGISTERS>();
     if (warp == PLANNER_WARP)

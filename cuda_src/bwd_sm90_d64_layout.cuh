@@ -41,6 +41,7 @@ DC_FN bool needs_mask(const Mask& mask, int row0, int key0) {
 // turn[w]          1               turn warp w, ticket has come       softmax w     dq_accum
 // dq_added[w]      4 warps         softmax w, part of dq sent         turn warp w   dq_accum, turn
 // batch_full[s]    1               planner                            all others    batches
+// batch_begun[s]   1               producer                           planner       the next work
 // batch_empty[s]   BATCH_READERS   producer, turn warps, softmax and  planner       batches
 //                                  gradient warps
 // turns_came       N_SOFTMAX       turn warps, turn of the last part  planner       the next work
@@ -55,7 +56,7 @@ struct Barriers {
   u64 kv_full[N_KV_STAGE], kv_empty[N_KV_STAGE];
   u64 scores_full[N_SOFTMAX], scores_empty[N_SOFTMAX];
   u64 turn[N_SOFTMAX], dq_added[N_SOFTMAX];
-  u64 batch_full[N_BATCH], batch_empty[N_BATCH];
+  u64 batch_full[N_BATCH], batch_begun[N_BATCH], batch_empty[N_BATCH];
   u64 turns_came;
 };
 constexpr int GRADIENTS = 1;  // named barrier
@@ -105,6 +106,7 @@ DC_FN void init_barriers(SharedStorage& smem) {
 #pragma unroll
   for (int s = 0; s < N_BATCH; ++s) {
     init(b.batch_full[s], 1);
+    init(b.batch_begun[s], 1);
     init(b.batch_empty[s], BATCH_READERS);
   }
   init(b.turns_came, N_SOFTMAX);

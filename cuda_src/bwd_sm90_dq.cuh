@@ -49,7 +49,7 @@ DC_FN void write_dq(SharedStorage& smem, const BackwardParams& params, int slot)
       bulk_commit();
       bulk_wait<0>();
       mbarrier_arrive(dq_empty);
-      if (!DC_UNORDERED && (batch.not_final >> i & 1)) turnstile_release(semaphore);
+      turnstile_release(semaphore);
     }
     step0 += batch.count;
     mbarrier_arrive(smem_address(&barriers.batch_empty[n % N_BATCH]));

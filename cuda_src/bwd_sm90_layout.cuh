@@ -42,6 +42,7 @@ DC_FN bool needs_mask(const Mask& mask, int row0, int key0) {
 // dq_full[s]        consumer warps consumers, dq_part stored           dq_writer s    dq
 // dq_empty[s]       1              dq_writer s, dq_part added          consumers      dq
 // batch_full[s]     1              planner                             all others     batches
+// batch_begun[s]    1              producer                            planner        the next work
 // batch_empty[s]    BATCH_READERS  producer, writers, consumer warps   planner        batches
 // turns_came        N_WRITER       writers, turn of the last part of   planner        the next work
 //                                  a work has come
@@ -49,7 +50,7 @@ struct Barriers {
   u64 q_full[N_STAGE], dout_full[N_STAGE], stage_empty[N_STAGE];
   u64 kv_full, v_empty, k_empty;
   u64 ds_full[N_STAGE], dq_full[N_STAGE], dq_empty[N_STAGE];
-  u64 batch_full[N_BATCH], batch_empty[N_BATCH];
+  u64 batch_full[N_BATCH], batch_begun[N_BATCH], batch_empty[N_BATCH];
   u64 turns_came;
 };
 constexpr bool ONE_STAGE = true;
@@ -92,6 +93,7 @@ DC_FN void init_barriers(SharedStorage& smem) {
 #pragma unroll
   for (int s = 0; s < N_BATCH; ++s) {
     init(b.batch_full[s], 1);
+    init(b.batch_begun[s], 1);
     init(b.batch_empty[s], BATCH_READERS);
   }
   init(b.kv_full, 1);

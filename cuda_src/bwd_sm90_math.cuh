@@ -177,6 +177,22 @@ DC_FN void visit(KvTile& kv, SharedStorage& smem, const BackwardParams& params, 
   mbarrier_arrive_warp(smem_address(&smem.barriers.stage_empty[stage]), me.lane);
 }
 
+// Step t where the diagonal hides all of this warpgroup's keys: its P and dS are zeros, which leave
+// dk and dv as they are, and the tensor cores to the other one.
+DC_FN void visit_hidden(SharedStorage& smem, const Consumer& me, int t, bool is_first) {
+  const int stage = stage_of(t);
+  float dq[32];
+  wait_ds(smem, t - 1);
+  start_dq(dq, smem, me, t - 1);
+  const u32 ds_at = smem_address(smem.ds) + stage * DS_BYTES;
+#pragma unroll
+  for (int k = 0; k < Q_TILE / 16; ++k) stmatrix_x4(ds_at + me.fragment(k), 0, 0, 0, 0);
+  wgmma_wait<0>();
+  mbarrier_arrive_warp(smem_address(&smem.barriers.ds_full[stage]), me.lane);
+  if (!is_first) store_dq_part(dq, smem, me, t - 1);
+  mbarrier_arrive_warp(smem_address(&smem.barriers.stage_empty[stage]), me.lane);
+}
+
 // What a consumer needs of a kv tile before its first step.
 DC_FN void take_kv_tile(KvTile& kv, const SharedStorage& smem, const BackwardParams& params,
                         const Consumer& me, const Batch& batch) {
@@ -212,9 +228,19 @@ DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int
       const Batch& batch = smem.batches[n % N_BATCH];
       const int t_end = t + warp_uniform(batch.count);
       const bool masked = DC_CAUSAL && warp_uniform(batch.masked != 0);
+      const auto hidden = [&]() {  // whether the diagonal hides all keys of this warpgroup
+        const int q_end = (batch.steps[batch.count - (t_end - t)].q_tile + 1) * Q_TILE;
+        return masked && warp_uniform(q_end + params.mask_offset <= batch.row0 + 64 * w);
+      };
+      while (t < t_end) {  // two loops: with one, ptxas serialises the products of some schedules
 #pragma unroll 1
-      for (; t < t_end; ++t, is_first = 0)
-        visit(kv, smem, params, me, t, t_end, is_first, delta_ones, zero, batch, masked);
+        for (; t < t_end && !hidden(); ++t, is_first = 0)
+          visit(kv, smem, params, me, t, t_end, is_first, delta_ones, zero, batch, masked);
+        if (t < t_end) {
+          visit_hidden(smem, me, t, is_first);
+          ++t, is_first = 0;
+        }
+      }
       if (warp_uniform(batch.is_last != 0)) break;
       mbarrier_arrive_warp(smem_address(&barriers.batch_empty[n % N_BATCH]), lane);
       ++n;
@@ -230,15 +256,15 @@ DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int
     float dq[32];
     wait_ds(smem, t - 1);
     start_dq(dq, smem, me, t - 1);  // of old bytes, and dropped, if the kv tile had no step
+    wgmma_wait<0>();
+    if (!is_first) {  // first of all, for the next k comes while dv and dk are stored
+      mbarrier_arrive_warp(smem_address(&barriers.k_empty), lane);
+      store_dq_part(dq, smem, me, t - 1);
+    }
     store_rows(kv.dv, staging, 64 * w + 16 * warp, fragment,
                params.dv + batch_index * params.dv_strides.batch +
                    kv_head * params.dv_strides.head,
                params.dv_strides.row, key0, params.kv_len, 0, 1.f, lane);
-    wgmma_wait<0>();
-    if (!is_first) {
-      mbarrier_arrive_warp(smem_address(&barriers.k_empty), lane);
-      store_dq_part(dq, smem, me, t - 1);
-    }
     mbarrier_arrive_warp(smem_address(&barriers.batch_empty[n % N_BATCH]), lane);
     ++n;
     store_rows(kv.dk, staging, 64 * w + 16 * warp, fragment,

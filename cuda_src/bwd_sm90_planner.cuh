@@ -15,20 +15,17 @@ DC_FN int plan_batch(SharedStorage& smem, const BackwardParams& params,
   const int n_step = schedule::num_steps(shape, kv_tile);
   const int left = n_step * q_per_kv - done;
   Batch& batch = smem.batches[n % N_BATCH];
-  bool masked = false, not_final = false;
+  bool masked = false;
   if (lane < min_int(BATCH_STEPS, left)) {
     Step step;
     step.q_head = (done + lane) / n_step;
     step.q_tile = schedule::q_tile(shape, kv_tile, done + lane - step.q_head * n_step);
-    const int ticket = schedule::ticket(shape, kv_tile, step.q_tile);
-    step.ticket = u32(ticket);
+    step.ticket = u32(schedule::ticket(shape, kv_tile, step.q_tile));
     step.tile_index = (place.head * q_per_kv + step.q_head) * shape.n_q + step.q_tile;
     batch.steps[lane] = step;
     masked = needs_mask(mask, step.q_tile * Q_TILE, kv_tile * KV_TILE);
-    not_final = ticket + 1 < schedule::num_contributors(shape, step.q_tile);
   }
   const u32 masked_bits = __ballot_sync(0xffffffffu, masked);
-  const u32 not_final_bits = __ballot_sync(0xffffffffu, not_final);
   const u32 others = masked_bits & 1 ? ~masked_bits : masked_bits;  // not as step 0
   const int count = min_int(min_int(BATCH_STEPS, left), others ? __ffs(others) - 1 : BATCH_STEPS);
   if (lane == 0) {
@@ -38,7 +35,6 @@ DC_FN int plan_batch(SharedStorage& smem, const BackwardParams& params,
     batch.has_steps = n_step > 0;
     note_left(smem, n % N_BATCH, left);
     batch.masked = masked_bits & 1;
-    batch.not_final = not_final_bits;
     batch.is_first = done == 0;
     batch.is_last = count == left;
     batch.ends_work = count == left && part + 1 == schedule::work_size(shape, place.work);
@@ -52,6 +48,7 @@ DC_FN int plan_batch(SharedStorage& smem, const BackwardParams& params,
 
 // The planner: takes works from the counter and lists their steps for everybody else.
 DC_FN void plan_steps(SharedStorage& smem, const BackwardParams& params, int lane) {
+  let_next_kernel_start();  // bwd_postprocess, which waits for each sum by itself
   const Barriers& barriers = smem.barriers;
   int n = 0;  // batches so far
   const auto wait_for_batch = [&]() {
@@ -71,9 +68,9 @@ DC_FN void plan_steps(SharedStorage& smem, const BackwardParams& params, int lan
     const int n_head = params.batch * n_kv_head;
     wait_for_batch();
     // A work is taken when the last batch of the one before is begun: others may be nearer to it.
-    if (n >= 2)
-      mbarrier_wait(smem_address(&barriers.batch_empty[(n - 2) % N_BATCH]),
-                    full_parity((n - 2) / N_BATCH));
+    if (n > 0)
+      mbarrier_wait(smem_address(&barriers.batch_begun[(n - 1) % N_BATCH]),
+                    full_parity((n - 1) / N_BATCH));
     // A CTA with two works of a team could make the team hang (schedules/contract.cuh). Without
     // teams a work waits only for works taken before it, and may be taken while we are busy.
     if (n_work > 0 && schedule::team_size(shape) > 1)

@@ -20,6 +20,7 @@ DC_FN void load_tiles(SharedStorage& smem, const BackwardParams& params, const B
     const Batch& batch = smem.batches[n % N_BATCH];
     mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
     if (batch.stop) return;
+    mbarrier_arrive(smem_address(&barriers.batch_begun[n % N_BATCH]));
     for (int i = 0; i < batch.count; ++i, ++t) {
       const bool new_kv_tile = i == 0 && batch.is_first;
       const u32 kv_full = smem_address(&barriers.kv_full);

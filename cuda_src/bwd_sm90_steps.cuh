@@ -3,6 +3,7 @@
 #include "params.cuh"
 #include "schedules/contract.cuh"
 #include DC_SCHEDULE
+#include "ptx/dependent_launch.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/warpgroup.cuh"
 #include "tile/mask.cuh"
@@ -26,7 +27,6 @@ struct Batch {
   int has_steps;    // whether the kv tile has any
   int kv_tile0;     // kv tiles with steps of this CTA before this one
   int masked;       // whether keys must be hidden (needs_mask): in all steps of a batch, or none
-  u32 not_final;    // bit i: other kv tiles come after this one in the dq of step i
   int is_first, is_last;  // of the kv tile
   int ends_work;          // last of the work
   int stop;

@@ -21,6 +21,7 @@ extern "C" __global__ void __launch_bounds__(N_THREAD, 1)
   const int lane = threadIdx.x % WARP_SIZE;
   if (threadIdx.x == 0) init_barriers(smem);
   __syncthreads();
+  wait_for_kernels_before();  // row values, semaphores, counter
   if (warpgroup == 0) {
     drop_registers<HELPER_REGISTERS>();
     if (warp == PLANNER_WARP)

@@ -51,7 +51,7 @@ DC_FN void write_dq(SharedStorage& smem, const BackwardParams& params) {
       }
       bulk_wait<0>();
       mbarrier_arrive(smem_address(&barriers.dq_empty[N_PART - 1][dq_slot(I)]));
-      if (!DC_UNORDERED && (batch.not_final >> i & 1)) turnstile_release(semaphore);
+      turnstile_release(semaphore);
     }
     mbarrier_arrive(smem_address(&barriers.batch_empty[n % N_BATCH]));
   }

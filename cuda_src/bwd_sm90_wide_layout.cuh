@@ -52,6 +52,7 @@ DC_FN bool needs_mask(const Mask& mask, int row0, int key0) {
 // dq_full[i][w]     4 warps        consumer w, panel i of dq stored    dq_writer i    dq
 // dq_empty[w][s]    1              the dq_writer, panel of dq added    consumer w     dq
 // batch_full[s]     1              planner                             all others     batches
+// batch_begun[s]    1              producer                            planner        the next work
 // batch_empty[s]    BATCH_READERS  producer, writers, consumer warps   planner        batches
 // turns_came        N_WRITER       writers, turn of the last part of   planner        the next work
 //                                  a work has come
@@ -69,7 +70,7 @@ struct Barriers {
   u64 kv_full, v_empty, k_empty;
   u64 p_full, ds_full;
   u64 dq_full[N_WRITER][N_CONSUMER], dq_empty[N_CONSUMER][N_DQ_SLOT];
-  u64 batch_full[N_BATCH], batch_empty[N_BATCH];
+  u64 batch_full[N_BATCH], batch_begun[N_BATCH], batch_empty[N_BATCH];
   u64 turns_came;
 };
 constexpr int ALL_DONE = 1;  // named barrier
@@ -122,6 +123,7 @@ DC_FN void init_barriers(SharedStorage& smem) {
 #pragma unroll
   for (int s = 0; s < N_BATCH; ++s) {
     init(b.batch_full[s], 1);
+    init(b.batch_begun[s], 1);
     init(b.batch_empty[s], BATCH_READERS);
   }
   init(b.kv_full, 1);

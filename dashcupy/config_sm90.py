@@ -15,7 +15,7 @@ _SMEM_ALIGNMENT = 1024
 # Scales for which lse / scale, and what hides a key, stay inside float32 (tile/row_values.cuh).
 BACKWARD_SCALES = (2.0**-20, 2.0**20)
 _BATCH_STEPS, _N_BATCH = 8, 4
-_BATCHES_BYTES = _N_BATCH * (16 * _BATCH_STEPS + 4 * 12)
+_BATCHES_BYTES = _N_BATCH * (16 * _BATCH_STEPS + 4 * 11)
 ROW_VALUE_BYTES = 16
 
 # By columns of a tile: (kv_tile, consumer warpgroups, stages of k and of v, stages of q,
@@ -94,7 +94,7 @@ class BackwardLoop:
             tiles += 4 * score_bytes + 2 * self.dq_slots * 4 * self.q_tile * _PANEL_COLUMNS
             tiles += row_bytes
             barriers = 2 * (self.q_stages + self.do_stages) + 2 + 3 + 4 + 2 * self.dq_slots
-        total = tiles + _BATCHES_BYTES + 8 * (barriers + 2 * _N_BATCH + 1)
+        total = tiles + _BATCHES_BYTES + 8 * (barriers + 3 * _N_BATCH + 1)
         return -(-total // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
 
 

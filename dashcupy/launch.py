@@ -11,6 +11,7 @@ import numpy as np
 
 from . import counters, driver, modules, schedules, tensor_map
 from .arguments import make_arguments, used_strides
+from .early_launch import EarlyLaunch
 from .errors import DeviceError, HangError, InvalidInputError
 from .layout import Layout
 from .plan import Plan
@@ -152,8 +153,12 @@ class _LoadedKernel:
             if plan.schedule is not None:
                 schedules.require_resident(plan.schedule, plan.shape, resident)
             self._grid = min(kernel.grid, resident)
+        self._last = () if kernel.cooperative or kernel.early else (None,)  # no "extra"
+        if kernel.early:
+            self._call = EarlyLaunch(self._function, self._grid, kernel.threads, kernel.smem_bytes,
+                                     kernel.cooperative)
+            return
         launch = _cooperative_launch() if kernel.cooperative else _plain_launch()
-        self._last = () if kernel.cooperative else (None,)  # no "extra"
         # ctypes passes its own objects on faster than it converts Python's.
         self._call = functools.partial(
             launch, ctypes.c_void_p(self._function),

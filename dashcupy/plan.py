@@ -290,6 +290,7 @@ def _kernel_rows(kernel: KernelPlan) -> list[tuple[str, str]]:
     grid = (f"min({kernel.grid} works, resident CTAs)" if kernel.persistent else
             f"{kernel.grid} CTAs")
     kind = ", cooperative" if kernel.cooperative else ""
+    kind += ", starts before the kernel before it ends" if kernel.early else ""
     defines = " ".join(f"{name}={value}" for name, value in kernel.defines)
     return [("kernel", f"{kernel.kernel}: grid {grid} ({kernel.grid_text}), {kernel.threads} "
                        f"threads, {kernel.smem_bytes} bytes of dynamic shared memory{kind}"),

@@ -55,10 +55,11 @@ def backward_kernels(problem: Problem, config: BackwardConfig, shape: Shape,
         config.kernel, pairs(defines), n_work, "works of a head * batch * n_kv_head",
         32 * config.n_warp, config.smem_bytes, "backward",
         maps="backward_maps" if is_sm90 else None, persistent=True,
-        cooperative=schedule.team_size(shape) > 1))
+        cooperative=schedule.team_size(shape) > 1, early=is_sm90 and n_tile > 0))
     if is_sm90 and n_tile > 0:
-        kernels.append(KernelPlan("bwd_postprocess", pairs(shared), n_tile, _TILES,
-                                  POSTPROCESS_THREADS, 0, "backward"))
+        kernels.append(KernelPlan(
+            "bwd_postprocess", pairs(shared | {"DC_DEBUG": int(debug)}), n_tile, _TILES,
+            POSTPROCESS_THREADS, 0, "backward", early=True))
     return tuple(kernels)
 
 

@@ -32,6 +32,9 @@ class KernelPlan:
         keys of ``params.FIELDS``.
     persistent, cooperative
         Whether the grid is cut to the resident CTAs; whether they must run at the same time.
+    early
+        Whether it may start before the kernel before it has ended, whose results it waits for by
+        itself.
     counter
         Whether the CTAs take their work from a counter of the launch's own (``counters.py``).
     copies
@@ -49,6 +52,7 @@ class KernelPlan:
     maps: str | None = None
     persistent: bool = False
     cooperative: bool = False
+    early: bool = False
     counter: bool = False
     copies: tuple[str, str] | None = None
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dashcupy import arguments, arrays, call, counters, driver, launch, modules, params, ready
+from dashcupy import (
+    arguments, arrays, call, counters, driver, early_launch, launch, modules, params, ready)
 
 STREAM = 0x5000
 CURRENT_DEVICE = 0
@@ -34,6 +35,10 @@ SETTING_UP = 0x6000  # the stream on which counters are made
 _ENCODE = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p,
            ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_uint64),
            ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(ctypes.c_uint32), *[ctypes.c_int] * 4)
+# CUlaunchConfig: grid, block, shared memory, stream, attributes and how many. CUlaunchAttribute: id
+# and a union of 64 bytes.
+_LAUNCH_CONFIG, _ATTRIBUTE = "@7IPPI", "@i4xi60x"
+_COOPERATIVE, _EARLY = 2, 6  # CUlaunchAttributeID
 _INT, _HANDLE = ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_void_p)
 _CONTEXT = 0xC000  # handle of the context of GPU 0
 _NO_CONTEXT = 201
@@ -64,6 +69,7 @@ class Launch(NamedTuple):
     smem_bytes: int
     stream: int
     cooperative: bool
+    early: bool  # may start before the launch before it has ended
     device: int  # the current one
     fields: dict  # of the parameter struct
 
@@ -124,9 +130,11 @@ class FakeGpu:
         # Real C functions, so that ctypes converts the arguments as it does for the driver's.
         self.library = SimpleNamespace(
             cuLaunchKernel=ctypes.CFUNCTYPE(*_SIGNATURE, ctypes.c_void_p)(
-                lambda *arguments: self._launch(False, *arguments[:-1])),
+                lambda *arguments: self._launch(set(), *arguments[:-1])),
             cuLaunchCooperativeKernel=ctypes.CFUNCTYPE(*_SIGNATURE)(
-                lambda *arguments: self._launch(True, *arguments)),
+                lambda *arguments: self._launch({_COOPERATIVE}, *arguments)),
+            cuLaunchKernelEx=ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(
+                self._launch_ex),
             cuTensorMapEncodeTiled=ctypes.CFUNCTYPE(*_ENCODE)(self._encode),
             cuOccupancyMaxActiveBlocksPerMultiprocessor=ctypes.CFUNCTYPE(
                 ctypes.c_int, _INT, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)(
@@ -234,7 +242,15 @@ class FakeGpu:
         ctypes.memmove(to, struct.pack("<Q120x", number), 128)
         return 0
 
-    def _launch(self, cooperative, function, gx, gy, gz, bx, by, bz, smem, stream, arguments):
+    def _launch_ex(self, config, function, arguments, extra):
+        *sizes, stream, attributes, count = struct.unpack(
+            _LAUNCH_CONFIG, ctypes.string_at(config, struct.calcsize(_LAUNCH_CONFIG)))
+        flags = dict(struct.iter_unpack(_ATTRIBUTE, ctypes.string_at(
+            attributes, count * struct.calcsize(_ATTRIBUTE))))
+        return self._launch({number for number, flag in flags.items() if flag == 1}, function,
+                            *sizes, stream, arguments)
+
+    def _launch(self, attributes, function, gx, gy, gz, bx, by, bz, smem, stream, arguments):
         if not self.stack:
             return _NO_CONTEXT
         if self.codes and (code := self.codes.pop(0)):
@@ -247,7 +263,8 @@ class FakeGpu:
         if (gy, gz, by, bz) != (1, 1, 1, 1) or not 0 < gx < 1 << 31 or stream == 0:
             return 1  # an exception could not pass through C
         self.launches.append(
-            Launch(kernel, gx, bx, smem, stream, cooperative, self.current, fields))
+            Launch(kernel, gx, bx, smem, stream, _COOPERATIVE in attributes,
+                   _EARLY in attributes, self.current, fields))
         return 0
 
     def _fields(self, kind, argument):
@@ -295,7 +312,7 @@ class _Event:
 def fake_gpu(monkeypatch, **options):
     """A `FakeGpu` in place, with the memories of real ones out of the way."""
     caches = (call._launcher, counters.of_device, launch._plain_launch, launch._cooperative_launch,
-              driver._primary_context)
+              early_launch._launch, driver._primary_context)
     gpu = FakeGpu(**options)
     gpu.install(monkeypatch)
     for cache in caches:

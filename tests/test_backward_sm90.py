@@ -1,5 +1,6 @@
 """The Hopper backward up to the driver: who gets it, its launches, tensor maps and workspace."""
 
+import ctypes
 import shutil
 import subprocess
 
@@ -8,11 +9,12 @@ import pytest
 import dashcupy
 from dashcupy import call, params, source
 from dashcupy.config import choose_config
+from dashcupy.early_launch import EarlyLaunch
 from dashcupy.errors import HangError, InvalidInputError, UnsupportedError
 from dashcupy.plan import make_plan
 from dashcupy.problem import Problem
 
-from fake_gpu import STREAM, FakeArray, fake_gpu
+from fake_gpu import FUNCTIONS, STREAM, FakeArray, fake_gpu
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 H200 = (9, 0)
@@ -124,7 +126,8 @@ def test_launches_of_a_plan():
     shared = {"DC_HEAD_DIM": 128, "DC_HEAD_DIM_PAD": 128, "DC_Q_TILE": 64, "DC_KV_TILE": 128,
               "DC_CAUSAL": 1, "DC_BF16": 1, "DC_ALIGNED": 1, "DC_SEMAPHORE_STRIDE": 8,
               "DC_ROW_VALUES": 1, "DC_UNORDERED": 0, "DC_PARAMS_BYTES": params.n_bytes("backward")}
-    assert dict(before.defines) == dict(after.defines) == shared
+    assert dict(before.defines) == shared and dict(after.defines) == shared | {"DC_DEBUG": 1}
+    assert [k.early for k in plan.kernels] == [False, True, True]
     assert dict(main.defines) == shared | {
         "DC_SCHEDULE": "schedules/shortest_first.cuh", "DC_DEBUG": 1, "DC_SMEM_BYTES": 232448}
 
@@ -252,11 +255,26 @@ def test_grid(monkeypatch, n_sm, max_ctas, grid):
         assert gpu.launches[1].grid == grid and gpu.launches[1].smem_bytes == 232448
 
 
+def test_early_launches_of_many_streams(monkeypatch):
+    """A launch's config is kept for each stream: one that is taken for another's, or written while
+    another thread launches, would send a kernel to the wrong stream."""
+    with fake_gpu(monkeypatch) as gpu:
+        launch = EarlyLaunch(FUNCTIONS["bwd_postprocess"], 5, 256, 0, False)
+        fields = params.pack("backward", {name: 0 for name, _ in params.FIELDS["backward"]})
+        arguments = (ctypes.c_char_p * 1)(fields)
+        streams = [*range(1, 200), 1, 199]
+        assert [launch(stream, arguments) for stream in streams] == [0] * len(streams)
+        assert [found.stream for found in gpu.launches] == streams
+        assert {(x.kernel, x.grid, x.threads, x.cooperative, x.early) for x in gpu.launches} == {
+            ("bwd_postprocess", 5, 256, False, True)}
+
+
 def test_teams(monkeypatch):
     """CTAs that wait for one another are launched cooperatively, or refused."""
     with fake_gpu(monkeypatch, n_sm=4) as gpu:
         dashcupy.attention_backward(**arrays(), schedule="shift")
         assert [launch.cooperative for launch in gpu.launches] == [False, True, False]
+        assert [launch.early for launch in gpu.launches] == [False, True, True]
     with fake_gpu(monkeypatch, n_sm=3) as gpu:
         with pytest.raises(UnsupportedError, match="needs 4 CTAs resident together.*only 3"):
             dashcupy.attention_backward(**arrays(), schedule="shift")

@@ -168,4 +168,4 @@ def test_build_obeys_debug_in_both_directions(built, monkeypatch):
     monkeypatch.setenv("DASHCUPY_DEBUG", "1")
     assert cli.main(["build", "--arch", "sm_90a", "--head-dim", "128"]) == 0
     found = {kernel: defines["DC_DEBUG"] for kernel, defines in built if "DC_DEBUG" in defines}
-    assert found == {"fwd_sm90": 1, "bwd_sm90": 1}
+    assert found == {"fwd_sm90": 1, "bwd_sm90": 1, "bwd_postprocess": 1}

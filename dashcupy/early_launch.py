@@ -1,0 +1,65 @@
+"""Launches that may start before the kernel before them in the stream has ended (from 9.0 on)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+from . import driver
+
+# CUlaunchAttributeID of the driver's cuda.h.
+_COOPERATIVE, _PROGRAMMATIC_STREAM_SERIALIZATION = 2, 6
+_MAX_STREAMS = 64  # whose configs are kept
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute, whose value is a union of 64 bytes that begins with the flag."""
+
+    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_char * 4), ("flag", ctypes.c_int),
+                ("rest", ctypes.c_char * 60)]
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [(f"{what}_{axis}", ctypes.c_uint) for what in ("grid", "block") for axis in "xyz"]
+    _fields_ += [("smem_bytes", ctypes.c_uint), ("stream", ctypes.c_void_p),
+                 ("attributes", ctypes.POINTER(_Attribute)), ("n_attribute", ctypes.c_uint)]
+
+
+class EarlyLaunch:
+    """A launch with a fixed grid; called with a stream and the arguments, returns the CUresult.
+
+    Parameters
+    ----------
+    function
+        Handle of the kernel.
+    grid, threads, smem_bytes
+        CTAs, and threads and dynamic shared memory of each.
+    cooperative
+        Whether all CTAs must run at the same time.
+    """
+
+    def __init__(self, function: int, grid: int, threads: int, smem_bytes: int, cooperative: bool):
+        ids = (_PROGRAMMATIC_STREAM_SERIALIZATION, *[_COOPERATIVE] * cooperative)
+        self._attributes = (_Attribute * len(ids))(*[_Attribute(id=number, flag=1)
+                                                     for number in ids])
+        self._values = (grid, 1, 1, threads, 1, 1, smem_bytes)
+        self._function = ctypes.c_void_p(function)
+        self._configs: dict[int, ctypes.Array] = {}  # by stream; never written again
+
+    def __call__(self, stream: int, arguments: ctypes.Array) -> int:
+        config = self._configs.get(stream)
+        if config is None:
+            if len(self._configs) >= _MAX_STREAMS:
+                self._configs.clear()
+            config = self._configs[stream] = ctypes.byref(_Config(
+                *self._values, stream, self._attributes, len(self._attributes)))
+        return _launch()(config, self._function, arguments, None)
+
+
+@functools.cache
+def _launch():
+    function = driver.library().cuLaunchKernelEx
+    function.argtypes = [ctypes.c_void_p] * 4
+    return function
