@@ -35,17 +35,15 @@ extern "C" __global__ void __launch_bounds__(N_THREAD)
     bwd_preprocess(const __grid_constant__ BackwardParams params) {
   let_next_kernel_start();
   const int n_q = ceil_div(params.q_len, DC_Q_TILE);
-  // Last heads first: what the main kernel begins with is then what L2 read last.
-  const int tile = gridDim.x - 1 - blockIdx.x;
-  const int q_tile = tile % n_q;
-  const int sequence = tile / n_q;  // batch * n_q_head + q_head
+  const int q_tile = blockIdx.x % n_q;
+  const int sequence = blockIdx.x / n_q;  // batch * n_q_head + q_head
   const int batch = sequence / params.n_q_head, q_head = sequence % params.n_q_head;
   const Mask mask{params.q_len, params.kv_len, params.mask_offset};
-  const i64 tile_index = tile;
+  const i64 tile_index = blockIdx.x;
 
   if (threadIdx.x < DC_SEMAPHORE_STRIDE)
     params.dq_semaphore[tile_index * DC_SEMAPHORE_STRIDE + threadIdx.x] = 0;
-  if (threadIdx.x == 0 && tile == 0) *params.work_counter = 0;
+  if (threadIdx.x == 0 && blockIdx.x == 0) *params.work_counter = 0;
 
 #if DC_UNORDERED  // otherwise the first part is stored
   float4* sum = reinterpret_cast<float4*>(params.dq_accum) +
@@ -60,37 +58,33 @@ extern "C" __global__ void __launch_bounds__(N_THREAD)
                         q_head * params.dout_strides.head;
   const float* lse = params.lse + batch * params.lse_batch + q_head * params.lse_head;
   const int lane = threadIdx.x % LANES, column = lane * 8;
-  constexpr int N_PASS = DC_Q_TILE / ROWS_PER_PASS;
-  u32 o[N_PASS][4] = {}, d[N_PASS][4] = {};  // all loads are under way before the first sum
-  float row_lse[N_PASS];
 #pragma unroll
-  for (int pass = 0; pass < N_PASS; ++pass) {
-    const int row = q_tile * DC_Q_TILE + pass * ROWS_PER_PASS + threadIdx.x / LANES;
+  for (int pass = 0; pass < DC_Q_TILE / ROWS_PER_PASS; ++pass) {
+    const int tile_row = pass * ROWS_PER_PASS + threadIdx.x / LANES;
+    const int row = q_tile * DC_Q_TILE + tile_row;
     const bool sees_a_key = row >= mask.first_row() && row < params.q_len;
-    if (sees_a_key && column < DC_HEAD_DIM) {
-      load_8(o[pass], out + row * params.out_strides.row + column);
-      load_8(d[pass], dout + row * params.dout_strides.row + column);
-    }
-    row_lse[pass] = sees_a_key && lane == 0 ? lse[row] : -infinity();
-  }
-#pragma unroll
-  for (int pass = 0; pass < N_PASS; ++pass) {
     float sum = 0.f;
+    if (sees_a_key && column < DC_HEAD_DIM) {
+      u32 o[4], d[4];
+      load_8(o, out + row * params.out_strides.row + column);
+      load_8(d, dout + row * params.dout_strides.row + column);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      sum = fmaf(unpack_lo(o[pass][i]), unpack_lo(d[pass][i]), sum);
-      sum = fmaf(unpack_hi(o[pass][i]), unpack_hi(d[pass][i]), sum);
+      for (int i = 0; i < 4; ++i) {
+        sum = fmaf(unpack_lo(o[i]), unpack_lo(d[i]), sum);
+        sum = fmaf(unpack_hi(o[i]), unpack_hi(d[i]), sum);
+      }
     }
 #pragma unroll
     for (int step = LANES / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
     if (lane == 0) {
-      const i64 at = tile_index * DC_Q_TILE + pass * ROWS_PER_PASS + threadIdx.x / LANES;
+      const float row_lse = sees_a_key ? lse[row] : -infinity();
+      const i64 at = tile_index * DC_Q_TILE + tile_row;
 #if DC_ROW_VALUES
       reinterpret_cast<uint4*>(params.lse_log2)[at] =
-          row_lse[pass] == -infinity() ? hidden_row_values()
-                                       : pack_row_values(-(row_lse[pass] / params.scale), -sum);
+          row_lse == -infinity() ? hidden_row_values()
+                                 : pack_row_values(-(row_lse / params.scale), -sum);
 #else
-      params.lse_log2[at] = row_lse[pass] == -infinity() ? infinity() : row_lse[pass] * LOG2_E;
+      params.lse_log2[at] = row_lse == -infinity() ? infinity() : row_lse * LOG2_E;
       params.delta[at] = sum;
 #endif
     }
