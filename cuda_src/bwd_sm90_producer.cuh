@@ -44,18 +44,18 @@ DC_FN void load_tiles(SharedStorage& smem, const BackwardParams& params, const B
       const u8* rows = reinterpret_cast<const u8*>(params.lse_log2);
       bulk_load(smem_address(smem.rows[q_stage]), rows + i64(step.tile_index) * ROW_TILE_BYTES,
                 ROW_TILE_BYTES, q_full);
+      if (new_kv_tile) {  // before dout, which is needed later
+        mbarrier_wait(smem_address(&barriers.k_empty), empty_parity(n_kv_tile));
+        load_panels(smem.k, KV_TILE_BYTES / N_PANEL, maps.k, kv_full, batch.row0, batch.kv_head,
+                    batch.batch);
+        ++n_kv_tile;
+      }
       if (!ONE_STAGE)  // registers are short: no wait that cannot matter
         mbarrier_wait(smem_address(&dout_empty(barriers, dout_stage)),
                       empty_parity(t / N_DOUT_STAGE));
       mbarrier_arrive_expect(dout_full, Q_TILE_BYTES);
       load_panels(smem.dout[dout_stage], Q_TILE_BYTES / N_PANEL, maps.dout, dout_full, row, q_head,
                   batch.batch);
-      if (new_kv_tile) {  // last, for k is the last that the kv tile before lets go
-        mbarrier_wait(smem_address(&barriers.k_empty), empty_parity(n_kv_tile));
-        load_panels(smem.k, KV_TILE_BYTES / N_PANEL, maps.k, kv_full, batch.row0, batch.kv_head,
-                    batch.batch);
-        ++n_kv_tile;
-      }
     }
     mbarrier_arrive(smem_address(&barriers.batch_empty[n % N_BATCH]));
   }
