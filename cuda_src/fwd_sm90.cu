@@ -11,23 +11,28 @@
 // Which maximum. P needs a reference that keeps it in range, not the row's maximum. With
 // FIXED_REFERENCE (bfloat16) a row's reference follows its maximum over the kv tiles that are
 // masked for some row of the warpgroup and the first that is not; the tiles after that take it as
-// it is. If then a sum is not below 2^100 or an O is not finite, the q tile has failed: it is done
+// it is. If then a sum is not below 2^100 or an out not finite, the q tile has failed: it is done
 // again as a whole, with TRACK_MAXIMUM, and its results replace the first ones. A NaN fails once,
 // and the second time nobody asks. The verdict looks at the q tile alone, so bits do not depend on
 // what the CTA did before or does next. float16 ends at 2^16 and always tracks.
 //
 // Role          who                           regs       does
+// planner       warpgroup 0, warp 2, 1 thread 40 or 32   claims q tiles; q into L2
 // producer      warpgroup 0, warp 0, 1 thread 40 or 32   hands out q tiles and takes their verdicts
 //                                                        (Scheduler); loads q, k, v
 // storer        warpgroup 0, warp 1, 1 thread 40 or 32   out from shared to global memory
 // consumer 0..  warpgroup 1..                 232 or 160 S, softmax, O; verdict, lse, out
 // The first figure is for two consumers, the second for three; so it is below.
 //
+//   planner --coming_full--> producer --coming_empty--> planner
+//
 //   producer --q_full, k_full, v_full--> consumers --out_full--> storer
 //      ^ ^------k_empty, v_empty, verdict----'                     |
 //      '-------------------------q_empty---------------------------'
 //
 // Barrier       kind   arrivals        signalled by                waited on by     guards
+// coming_full   mbar   1               planner                     producer         smem.coming
+// coming_empty  mbar   1               producer, at CLAIM_AT       planner          smem.coming
 // k_full[s]     mbar   1 + bytes       producer (expect), TMA      consumers        smem.k[s]
 // v_full[s]     mbar   1 + bytes       producer (expect), TMA      consumers        smem.v[s]
 // k_empty[s]    mbar   consumer warps  consumers, S is complete    producer         smem.k[s]
@@ -41,7 +46,8 @@
 // Q_DONE + c    named  128             consumer c                  consumer c       its rows of q
 // [s]: of that stage; [i]: slot number modulo N_OPEN, as a slot may be signalled while some before
 // it have not been looked at. HOLD and END signal verdict and out_full too. Loads reach wgmma
-// through the mbarrier alone; out, written by ordinary stores, needs the fence in Consumer::finish.
+// through the mbarrier alone; out, written by ordinary stores, needs the fence in
+// Consumer::finish_out.
 //
 // smem, bytes   head_dim 64        96, 128            192               256
 //   q, out      49,152 (2 stages)  65,536 (2)         49,152 (1)        65,536 (1)
@@ -49,7 +55,7 @@
 //   k           65,536 (4 x 128)   65,536 (2 x 128)   73,728 (2 x 96)   81,920 (2 x 80)
 //   v           65,536             65,536             73,728            81,920
 //   rows         3,840              2,560                  16                16
-//   slots, barriers, flags: some 250
+//   slots, barriers, flags: some 300
 // Registers of a consumer: O + S + P
 //               32 + 64 + 32       64 + 64 + 32       96 + 48 + 24      128 + 40 + 20
 //   of          160                232                232               232
@@ -79,6 +85,8 @@ DC_FN void init_barriers(SharedStorage& smem) {
     mbarrier_init(address(smem.out_full[i]), n_warp);
     smem.failed[i] = 0;
   }
+  mbarrier_init(address(smem.coming_full), 1);
+  mbarrier_init(address(smem.coming_empty), 1);
   mbarrier_init_fence();
 }
 
@@ -87,6 +95,11 @@ extern "C" __global__ void __launch_bounds__(N_THREAD, 1)
   SharedStorage& smem = shared_storage();
   const int warpgroup = warpgroup_index();
   if (threadIdx.x == 0) init_barriers(smem);
+  if (threadIdx.x == WARP_SIZE) {
+    tensor_map_prefetch(params.q_map);
+    tensor_map_prefetch(params.k_map);
+    tensor_map_prefetch(params.v_map);
+  }
   __syncthreads();
   if (warpgroup == 0) {
     drop_registers<PRODUCER_REGISTERS>();
@@ -94,6 +107,7 @@ extern "C" __global__ void __launch_bounds__(N_THREAD, 1)
     if (threadIdx.x % WARP_SIZE != 0) return;
     if (warp == 0) produce(params, smem);
     if (warp == 1) store(params, smem);
+    if (warp == 2) plan(params, smem);
   } else {
     raise_registers<CONSUMER_REGISTERS>();
     Consumer(params, smem, warpgroup - 1).run();

@@ -1,47 +1,13 @@
 // A consumer warpgroup of the Hopper forward: 64 rows of each q tile, from S to out and lse.
 #pragma once
+#include "fwd_sm90_arithmetic.cuh"
 #include "fwd_sm90_layout.cuh"
 #include "ptx/math.cuh"
 #include "ptx/stmatrix.cuh"
 
-constexpr int N_S = KV_TILE / 2, N_O = COLUMNS / 2;  // accumulators of a thread
-// Exponentials of a thread that run before P v of the tile before is waited for, and how many are
-// issued ahead of their sums after it.
-constexpr int EARLY_EXPONENTIALS = DC_EARLY_EXPONENTIALS;
-constexpr int BATCH = 8;
-static_assert(EARLY_EXPONENTIALS % BATCH == 0 && N_S % BATCH == 0, "whole batches");
-
-constexpr float LOWEST = -3.4028234663852886e38f;
-constexpr float MAX_RISE = 8.f;         // of a score over its reference, in log2, before it moves
-constexpr float MAX_SUM = 1.2676506e30f;  // 2^100
-
-// The compiler may not move these: see where they are used.
-DC_FN float exp2_here(float x) {
-  float y;
-  asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-DC_FN void add_here(float& sum, float x) {
-  asm volatile("add.f32 %0, %0, %1;" : "+f"(sum) : "f"(x));
-}
-DC_FN u32 pack_here(float lo, float hi) {
-  u32 r;
-#if DC_BF16
-  asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
-#else
-  asm volatile("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
-#endif
-  return r;
-}
-
-// ptxas moves a wait for products above the exponentials before it, and with that serialises what
-// should overlap, unless something with a side effect needs them: a store that is never made.
-DC_FN void needed_here(float x, u32 sink) {
-  asm volatile(
-      "{.reg .pred p; setp.gt.f32 p, %0, 0f7f7fffff; @p st.volatile.shared.u32 [%1], 1;}" ::"f"(x),
-      "r"(sink)
-      : "memory");
-}
+// Some warpgroups see no key of a q tile's first kv tile: it lies beyond their diagonal.
+constexpr bool MAY_BE_HIDDEN = DC_CAUSAL && Q_TILE > KV_TILE;
+static_assert(!MAY_BE_HIDDEN || EARLY_EXPONENTIALS == 0, "P is made in one place");
 
 struct Consumer {
   const ForwardSm90Params& params;
@@ -59,6 +25,8 @@ struct Consumer {
   int row0;
   int j;             // kv tile
   int n_unmasked;    // kv tiles of which every row of the warpgroup sees every key: the first ones
+  u32 seen[2];       // see seen_scores
+  bool hidden;       // of the q tile's first kv tile, from all rows of the warpgroup: its P is 0
   bool moved, track_maximum;
   int stage;         // of k of this kv tile, and of its v
   u32 phase;
@@ -81,7 +49,7 @@ struct Consumer {
   DC_FN int take_slot() {
     q_stage = count % Q_STAGES;
     mbarrier_wait(address(smem.q_full[q_stage]), count / Q_STAGES & 1);
-    Work work = read_slot(smem, count);
+    Work work = read_work(smem.slots[count % N_SLOT]);
     // All lanes read the same; told so, the compiler keeps loop counters in uniform registers.
     work.q_row0 = __shfl_sync(0xffffffffu, work.q_row0, 0);
     work.n_tile = __shfl_sync(0xffffffffu, work.n_tile, 0);
@@ -91,6 +59,7 @@ struct Consumer {
     track_maximum = !FIXED_REFERENCE || work.n_tile < 0;
     j = (work.n_tile & ~TRACK_MAXIMUM) - 1;
     n_unmasked = max_int(mask.key_end(warpgroup_row0), 0) / KV_TILE;
+    hidden = MAY_BE_HIDDEN && mask.key_end(warpgroup_row0 + WARPGROUP_ROWS - 1) <= j * KV_TILE;
     // Finite, so that a row without a key so far has 2^(-inf - reference) = 0.
     reference[0] = reference[1] = LOWEST;
     sum[0] = sum[1] = 0.f;
@@ -133,19 +102,21 @@ struct Consumer {
     wgmma_commit();
   }
 
-  DC_FN void clear_o() {
+  DC_FN void find_seen() {
+    if (j < n_unmasked) return;
 #pragma unroll
-    for (int e = 0; e < N_O; ++e) o[e] = 0.f;
+    for (int half = 0; half < 2; ++half)
+      seen[half] = seen_scores(mask.key_end(row0 + 8 * half) - j * KV_TILE, lane);
   }
 
   // Mask, where some row of the warpgroup misses a key; then the references, where they may move.
   DC_FN void prepare_softmax() {
     if (j >= n_unmasked) {
-      const int key = j * KV_TILE + 2 * (lane & 3);
-      const int n_seen[2] = {mask.key_end(row0) - key, mask.key_end(row0 + 8) - key};
 #pragma unroll
-      for (int e = 0; e < N_S; ++e)
-        if ((e >> 2) * 8 + (e & 1) >= n_seen[e >> 1 & 1]) s[e] = -infinity();
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int i = 0; i < N_S / 2; ++i)
+          if (!(seen[half] & 1u << i)) s[i / 2 * 4 + 2 * half + i % 2] = -infinity();
     }
     if (track_maximum || j >= n_unmasked - 1) {
       bool moves = false;
@@ -231,49 +202,22 @@ struct Consumer {
     saved_reference[1] = __uint_as_float(ld_shared(saved_references() + 8 * int(sizeof(float))));
   }
 
-  // The q tile of the slot before `count`, whose O is complete: verdict, lse, out.
-  template <bool EDGE>
-  DC_FN void finish(const float (&lane_sum)[2], const float (&row_reference)[2]) {
+  // The rows of the q tile of the slot before `count`, whose last P is complete: lse, and what O is
+  // to be multiplied with, 0 for a row without a key.
+  DC_FN void finish_rows(const float (&lane_sum)[2], const float (&row_reference)[2],
+                         float (&inverse)[2]) {
     const u32 slot = count - 1;
-    const Work work = read_slot(smem, slot);
-    float total[2], inverse[2];
+    const Work work = read_work(smem.slots[slot % N_SLOT]);
+    float total[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       total[half] = lane_sum[half];
       total[half] += __shfl_xor_sync(0xffffffffu, total[half], 1);
       total[half] += __shfl_xor_sync(0xffffffffu, total[half], 2);
-      inverse[half] = reciprocal_approx(total[half]);
+      inverse[half] = total[half] == 0.f ? 0.f : reciprocal_approx(total[half]);
     }
-    if (FIXED_REFERENCE) {
-      float zero[4] = {0.f, 0.f, 0.f, 0.f};  // infinity and NaN times 0 are NaN
-#pragma unroll
-      for (int e = 0; e < N_O; ++e) zero[e & 3] = fmaf(o[e], 0.f, zero[e & 3]);
-      const bool safe = (zero[0] + zero[1]) + (zero[2] + zero[3]) == 0.f &&
-                        total[0] < MAX_SUM && total[1] < MAX_SUM;
-      if (work.n_tile >= 0 && !safe) st_shared(smem_address(&smem.failed[slot % N_OPEN]), 1);
-      release(smem.verdict[slot % N_OPEN]);
-    }
-    // out goes over q, which all four warps must be done with. At an edge the turn said so.
-    if (!EDGE) named_barrier_sync(Q_DONE + index, WARPGROUP_SIZE);
-    const int thread = thread_index();
-    const u32 out = smem_address(smem.q[slot % Q_STAGES][index]) +
-                    ((thread / WARP_SIZE % 4) * 16 + thread % 16) * PANEL_ROW_BYTES;
-    const u32 swizzle = thread & 7, chunk = thread >> 4 & 1;
-#pragma unroll
-    for (int piece = 0; piece < COLUMNS / 16; ++piece) {
-      u32 x[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {  // pack_here: not all products at once, registers are few
-        const float* pair = &o[8 * piece + 2 * e];
-        const bool no_key = total[e & 1] == 0.f;  // then O is 0, or 0 times a NaN of v
-        x[e] = pack_here(no_key ? 0.f : pair[0] * inverse[e & 1],
-                         no_key ? 0.f : pair[1] * inverse[e & 1]);
-      }
-      stmatrix_x4(out + piece / 4 * Q_PANEL_BYTES + ((2 * (piece % 4) + chunk ^ swizzle) << 4),
-                  x[0], x[1], x[2], x[3]);
-    }
-    fence_async_smem();  // generic stores above -> the storer's bulk store, which would miss them
-    release(smem.out_full[slot % N_OPEN]);
+    if (FIXED_REFERENCE && work.n_tile >= 0 && !(total[0] < MAX_SUM && total[1] < MAX_SUM))
+      st_shared(smem_address(&smem.failed[slot % N_OPEN]), 1);
     const int row = work.q_row0 + index * WARPGROUP_ROWS + 16 * warp + lane / 4;
     if (lane % 4 == 0) {
       float* lse = params.lse + work.batch * params.lse_batch + work.head * params.lse_head;
@@ -285,6 +229,45 @@ struct Consumer {
                   ? -infinity()
                   : (row_reference[half] + log2_approx(total[half])) * LN_2;
     }
+  }
+
+  // O of that q tile, which is complete: out, verdict.
+  template <bool EDGE>
+  DC_FN void finish_out(const float (&inverse)[2]) {
+    const u32 slot = count - 1;
+    // The O of a row without a key is 0, or 0 times a NaN of v.
+    if (__any_sync(0xffffffffu, inverse[0] == 0.f || inverse[1] == 0.f)) {
+#pragma unroll
+      for (int e = 0; e < N_O; ++e)
+        if (inverse[e >> 1 & 1] == 0.f) o[e] = 0.f;
+    }
+    // out goes over q, which all four warps must be done with. At an edge the turn said so.
+    if (!EDGE) named_barrier_sync(Q_DONE + index, WARPGROUP_SIZE);
+    const int thread = thread_index();
+    const u32 out = smem_address(smem.q[slot % Q_STAGES][index]) +
+                    ((thread / WARP_SIZE % 4) * 16 + thread % 16) * PANEL_ROW_BYTES;
+    const u32 swizzle = thread & 7, chunk = thread >> 4 & 1;
+    u32 zeros[2] = {0u, 0u};
+#pragma unroll
+    for (int piece = 0; piece < COLUMNS / 16; ++piece) {
+      u32 x[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {  // pack_here: not all products at once, registers are few
+        const float* pair = &o[8 * piece + 2 * e];
+        x[e] = pack_here(pair[0] * inverse[e & 1], pair[1] * inverse[e & 1]);
+        if (FIXED_REFERENCE) zeros[e & 1] = add_zeros(zeros[e & 1], x[e]);
+      }
+      stmatrix_x4(out + piece / 4 * Q_PANEL_BYTES + ((2 * (piece % 4) + chunk ^ swizzle) << 4),
+                  x[0], x[1], x[2], x[3]);
+    }
+    if (FIXED_REFERENCE) {
+      const bool failed = zeros[0] != 0u || zeros[1] != 0u;
+      if (failed && read_work(smem.slots[slot % N_SLOT]).n_tile >= 0)
+        st_shared(smem_address(&smem.failed[slot % N_OPEN]), 1);
+      release(smem.verdict[slot % N_OPEN]);
+    }
+    fence_async_smem();  // generic stores above -> the storer's bulk store, which would miss them
+    release(smem.out_full[slot % N_OPEN]);
   }
 
   // The products of S of this kv tile, and of O with P and v of the kv tile before; with EDGE, that
@@ -300,20 +283,29 @@ struct Consumer {
     mbarrier_wait(address(smem.v_full[v_stage]), v_phase);
     start_o(v_stage);
     named_barrier_arrive(TURN + (index + 1 == N_CONSUMER ? 0 : index + 1), 2 * WARPGROUP_SIZE);
+    find_seen();
+    float inverse[2];
+    if (EDGE) {
+      float last_sum[2], last_reference[2];
+      restore_rows(last_sum, last_reference);
+      finish_rows(last_sum, last_reference, inverse);
+    }
     wgmma_wait<1>();  // S
     release(smem.k_empty[stage]);
-    prepare_softmax();
+    const bool first_hidden = EDGE && hidden;
+    if (!first_hidden) prepare_softmax();
     early_exponentials();
     if (EARLY_EXPONENTIALS > 0) needed_here(sum[0] + sum[1], smem_address(&smem.sink));
     wgmma_wait<0>();  // O
     release(smem.v_empty[v_stage]);
     if (EDGE) {
-      float last_sum[2], last_reference[2];
-      restore_rows(last_sum, last_reference);
-      finish<true>(last_sum, last_reference);
-      clear_o();
+      finish_out<true>(inverse);
+      clear(o);
     }
-    late_exponentials();
+    if (first_hidden)
+      clear(p);
+    else
+      late_exponentials();
     if (!EDGE && moved) {
 #pragma unroll
       for (int e = 0; e < N_O; ++e) o[e] *= factor[e >> 1 & 1];
@@ -330,23 +322,29 @@ struct Consumer {
   DC_FN void first_step() {
     mbarrier_wait(address(smem.k_full[stage]), phase);
     start_s();
+    find_seen();
     wgmma_wait<0>();
     release(smem.k_empty[stage]);
-    prepare_softmax();
+    if (!hidden) prepare_softmax();
     moved = false;
     early_exponentials();
-    late_exponentials();
-    clear_o();
+    if (hidden)
+      clear(p);
+    else
+      late_exponentials();
+    clear(o);
   }
 
   // The last P v of a run.
   DC_FN void last_step() {
     mbarrier_wait(address(smem.v_full[stage]), phase);
     start_o(stage);
+    float inverse[2];
+    finish_rows(sum, reference, inverse);
     wgmma_wait<0>();
     release(smem.v_empty[stage]);
     next_stage();
-    finish<false>(sum, reference);
+    finish_out<false>(inverse);
   }
 
   DC_FN void run() {

@@ -45,12 +45,15 @@ struct alignas(1024) SharedStorage {
   float2 sums[Q_STAGES == 1 ? 1 : N_CONSUMER * WARPGROUP_SIZE];
   float references[Q_STAGES == 1 ? 1 : Q_TILE];
   int4 slots[N_SLOT];                        // Works handed to the consumers and the storer
+  int4 coming;                               // the Work of coming_tile, for the producer
   u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
   u64 q_full[Q_STAGES], q_empty[Q_STAGES];
   u64 out_full[N_OPEN], verdict[N_OPEN];
+  u64 coming_full, coming_empty;
   u32 failed[N_OPEN];  // of the q tile of that verdict: a sum or an out has left the safe range
   int posted[N_OPEN];  // that q tile, for the producer
-  u32 sink;       // target of a store that never happens
+  int coming_tile;     // a q tile that was never posted, or END
+  u32 sink;            // target of a store that never happens
 };
 static_assert(sizeof(SharedStorage) == DC_SMEM_BYTES, "config.py counts another size");
 
@@ -97,13 +100,13 @@ DC_FN Work work_of(const ForwardSm90Params& params, u32 index) {
   return work;
 }
 
-DC_FN void write_slot(SharedStorage& smem, u32 count, const Work& work) {
+DC_FN void write_work(int4& place, const Work& work) {
   const u32 words[4] = {u32(work.q_row0), u32(work.head), u32(work.batch), u32(work.n_tile)};
-  st_shared_v4(smem_address(&smem.slots[count % N_SLOT]), words);
+  st_shared_v4(smem_address(&place), words);
 }
 
-DC_FN Work read_slot(const SharedStorage& smem, u32 count) {
+DC_FN Work read_work(const int4& place) {
   u32 words[4];
-  ld_shared_v4(words, smem_address(&smem.slots[count % N_SLOT]));
+  ld_shared_v4(words, smem_address(&place));
   return {int(words[0]), int(words[1]), int(words[2]), int(words[3])};
 }

@@ -1,11 +1,45 @@
-// The two single threads of the Hopper forward's first warpgroup: the producer hands out q tiles
-// and loads q, k and v; the storer writes out.
+// The three single threads of the Hopper forward's first warpgroup: the planner says which q tile
+// comes next, the producer loads q, k and v, the storer writes out.
 #pragma once
 #include "fwd_sm90_layout.cuh"
 
 // kv tile from which on the next q tile is claimed: late enough to balance, early enough that the
 // answer of the counter has come when it is needed.
 constexpr int CLAIM_AT = 3;
+
+DC_FN void prefetch_q(const ForwardSm90Params& params, const Work& work) {
+#pragma unroll
+  for (int w = 0; w < N_CONSUMER; ++w)
+#pragma unroll
+    for (int panel = 0; panel < PANELS; ++panel)
+      tma_prefetch(params.q_map, panel * PANEL_COLUMNS, work.q_row0 + w * WARPGROUP_ROWS,
+                   work.head, work.batch);
+}
+
+// Claims a q tile for each time that the producer asks, beginning with one unasked. What the
+// producer does not wait for: the counter, divisions, and device memory: q comes to L2 a round of
+// all CTAs ahead. Whose q tile it will be is not known then, and L2 serves all.
+DC_FN void plan(const ForwardSm90Params& params, SharedStorage& smem) {
+  const u32 n_cta = gridDim.x;
+  const u32 n_work = ceil_div(params.q_len, Q_TILE) * params.batch * params.n_q_head;
+  u32* const counter = n_cta < n_work ? params.work_counter : nullptr;
+  u32 tile = blockIdx.x;
+  for (u32 count = 0; tile < n_work; ++count) {
+    const Work work = work_of(params, tile);
+    write_work(smem.coming, work);
+    st_shared(smem_address(&smem.coming_tile), tile);
+    mbarrier_arrive(address(smem.coming_full));
+    if (tile + n_cta < n_work) prefetch_q(params, work_of(params, tile + n_cta));
+    mbarrier_wait(address(smem.coming_empty), count & 1);
+    tile = counter ? atomicAdd(counter, 1u) + n_cta : tile + n_cta;
+  }
+  st_shared(smem_address(&smem.coming_tile), u32(END));
+  mbarrier_arrive(address(smem.coming_full));
+  if (!counter) return;
+  // After the last claim: the last CTA leaves the counter as it was found.
+  __threadfence();
+  if (atomicAdd(counter + 1, 1u) == n_cta - 1) counter[0] = counter[1] = 0;
+}
 
 // Which q tile comes next.
 //
@@ -15,17 +49,16 @@ constexpr int CLAIM_AT = 3;
 // posted, and when nothing is left to post but a verdict is open, HOLD makes them finish without a
 // next one.
 struct Scheduler {
-  const ForwardSm90Params& params;
   SharedStorage& smem;
   u32 n_posted, n_judged;  // slots; HOLDs have a verdict too, always good
-  u32 fresh;               // next q tile that was never posted
-  u32 n_work;
+  int fresh;               // next q tile that was never posted, or END
+  u32 fresh_phase;         // of the planner's next answer
+  bool asked;              // it is still to be taken
   int again[N_OPEN];       // failed q tiles, then -1: no more verdicts can be open
   bool held;               // the last slot was a HOLD
 
-  DC_FN Scheduler(const ForwardSm90Params& params, SharedStorage& smem)
-      : params(params), smem(smem), n_posted(0), n_judged(0), fresh(blockIdx.x),
-        n_work(ceil_div(params.q_len, Q_TILE) * params.batch * params.n_q_head),
+  DC_FN Scheduler(SharedStorage& smem)
+      : smem(smem), n_posted(0), n_judged(0), fresh(END), fresh_phase(0), asked(true),
         held(false) {
 #pragma unroll
     for (int i = 0; i < N_OPEN; ++i) again[i] = -1;
@@ -33,19 +66,15 @@ struct Scheduler {
 
   // To be called once for each fresh q tile, before the next is asked for.
   DC_FN void claim() {
-    const u32 n_cta = gridDim.x;
-    if (!params.work_counter)
-      fresh += n_cta;
-    else
-      fresh = n_cta < n_work ? atomicAdd(params.work_counter, 1u) + n_cta : n_work;
+    mbarrier_arrive(address(smem.coming_empty));
+    asked = true;
   }
 
-  // After the last claim: the last CTA leaves the counter as it was found.
-  DC_FN void give_back_counter() {
-    if (!params.work_counter || gridDim.x >= n_work) return;
-    __threadfence();
-    if (atomicAdd(params.work_counter + 1, 1u) == gridDim.x - 1)
-      params.work_counter[0] = params.work_counter[1] = 0;
+  DC_FN void take_answer() {
+    mbarrier_wait(address(smem.coming_full), fresh_phase);
+    fresh_phase ^= 1;
+    fresh = int(ld_shared(smem_address(&smem.coming_tile)));
+    asked = false;
   }
 
   DC_FN void judge() {
@@ -65,9 +94,10 @@ struct Scheduler {
   // The next q tile, HOLD or END; is_fresh tells whether it was never posted before.
   DC_FN int next(bool& is_fresh) {
     is_fresh = false;
+    if (asked) take_answer();
     if (FIXED_REFERENCE) {
       while (n_judged + N_OPEN - 1 < n_posted) judge();
-      if (again[0] < 0 && fresh >= n_work && held)
+      if (again[0] < 0 && fresh == END && held)
         while (n_judged < n_posted) judge();
     }
     int tile;
@@ -75,7 +105,7 @@ struct Scheduler {
       tile = again[0];
 #pragma unroll
       for (int k = 0; k < N_OPEN; ++k) again[k] = k + 1 < N_OPEN ? again[k + 1] : -1;
-    } else if (fresh < n_work) {
+    } else if (fresh != END) {
       tile = fresh;
       is_fresh = true;
     } else {
@@ -88,7 +118,7 @@ struct Scheduler {
   // Waits until the slot's q buffer is free, and writes the slot.
   DC_FN void post(int tile, const Work& work) {
     mbarrier_wait(address(smem.q_empty[n_posted % Q_STAGES]), n_posted / Q_STAGES + 1 & 1);
-    write_slot(smem, n_posted, work);
+    write_work(smem.slots[n_posted % N_SLOT], work);
     if (FIXED_REFERENCE) st_shared(smem_address(&smem.posted[n_posted % N_OPEN]), tile);
     ++n_posted;
   }
@@ -134,7 +164,7 @@ struct KvStream {
 };
 
 DC_FN void produce(const ForwardSm90Params& params, SharedStorage& smem) {
-  Scheduler scheduler(params, smem);
+  Scheduler scheduler(smem);
   KvStream kv(params, smem);
   const int q_per_kv = params.n_q_head / params.n_kv_head;
   for (;;) {
@@ -146,10 +176,9 @@ DC_FN void produce(const ForwardSm90Params& params, SharedStorage& smem) {
       scheduler.post(tile, {tile, 0, 0, 0});
       mbarrier_arrive(full);
       if (tile == HOLD) continue;
-      scheduler.give_back_counter();
       return;
     }
-    Work work = work_of(params, tile);
+    Work work = is_fresh ? read_work(smem.coming) : work_of(params, tile);
     const int n_tile = work.n_tile, kv_head = work.head / q_per_kv;
     if (!FIXED_REFERENCE || !is_fresh) work.n_tile |= TRACK_MAXIMUM;
     scheduler.post(tile, work);
@@ -173,7 +202,7 @@ DC_FN void produce(const ForwardSm90Params& params, SharedStorage& smem) {
 DC_FN void store(const ForwardSm90Params& params, SharedStorage& smem) {
   for (u32 count = 0;; ++count) {
     mbarrier_wait(address(smem.out_full[count % N_OPEN]), count / N_OPEN & 1);
-    const Work work = read_slot(smem, count);
+    const Work work = read_work(smem.slots[count % N_SLOT]);
     const u32 stage = count % Q_STAGES;
     if (work.q_row0 == END) break;
     if (work.q_row0 != HOLD) {

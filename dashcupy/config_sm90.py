@@ -179,8 +179,8 @@ def forward_smem_bytes(kv_tile: int, n_consumer: int, pad: int, stages: int,
     tiles = (q_stages * n_consumer * WARPGROUP_ROWS + 2 * stages * kv_tile) * row_bytes
     saved_rows = 16 if q_stages == 1 else n_consumer * (128 * 8 + WARPGROUP_ROWS * 4)
     n_open = max(q_stages, 2)
-    slots, barriers = 4 * 16, 8 * (4 * stages + 2 * q_stages + 2 * n_open)
-    flags = 4 * (2 * n_open + 1)
+    slots, barriers = 5 * 16, 8 * (4 * stages + 2 * q_stages + 2 * n_open + 2)
+    flags = 4 * (2 * n_open + 2)
     total = tiles + saved_rows + slots + barriers + flags
     return -(-total // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
 

@@ -40,6 +40,21 @@ DC_FN void tma_load(u32 smem, const TensorMap& map, u32 barrier, int c0, int c1,
       : "memory");
 }
 
+// Brings a box into L2, where a load finds it later; nothing waits for it.
+// PTX ISA: cp.async.bulk.prefetch.tensor.
+DC_FN void tma_prefetch(const TensorMap& map, int c0, int c1, int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.prefetch.tensor.4d.L2.global.tile "
+      "[%0, {%1, %2, %3, %4}];" ::"l"(&map),
+      "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+               : "memory");
+}
+
+// The map itself, which the first copy would wait for. PTX ISA: prefetch with .tensormap.
+DC_FN void tensor_map_prefetch(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 // Joins the open group of this thread. PTX ISA: cp.async.bulk.tensor, shared to global.
 DC_FN void tma_store(const TensorMap& map, u32 smem, int c0, int c1) {
   asm volatile(
