@@ -15,8 +15,10 @@ from dashcupy import source
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = list(CASES)[:4]
-UNWRITTEN = ["========= Uninitialized __global__ memory read of size 4 bytes",
-             "=========     at {}+0x20", "========="]
+DIVERGENT = ["========= Barrier error detected. Divergent thread(s) in block.",
+             "=========     at named_barrier_sync(int, int)+0x7500 in warpgroup.cuh:49",
+             "=========     by thread (160,0,0) in block (5,0,0)",
+             "=========         Device Frame: {}+0x7500 in wide.cuh:40", "========="]
 # Stands for compute-sanitizer: done, two reports, a crash, a hang, in that order.
 FAKE = f"""#!{sys.executable}
 import sys, time
@@ -57,11 +59,11 @@ def test_children_that_report_crash_and_hang(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("tool, kernel, known", [
-    ("initcheck", "bwd_preprocess", True), ("initcheck", "bwd_sm80", False),
-    ("memcheck", "bwd_preprocess", False)])
+    ("synccheck", "bwd_sm90_wide", True), ("synccheck", "bwd_sm90_d64", False),
+    ("racecheck", "bwd_sm90_wide", False)])
 def test_only_what_is_known_is_passed_over(tool, kernel, known):
-    """Memory that a portable kernel reads unwritten, or a bad address, must not hide there."""
-    found = reports([line.format(kernel) for line in UNWRITTEN])
+    """A barrier that another kernel's warps miss must not hide there."""
+    found = reports([line.format(kernel) for line in DIVERGENT])
     assert len(found) == 1
     assert cell(tool, Outcome("ok", found)) == (("1 known", False) if known else ("1 NEW", True))
 
