@@ -217,8 +217,8 @@ def check_report(plan: Plan, report: np.ndarray) -> None:
     ----------
     plan
     report : ndarray of uint32
-        1 if somebody gave up, then q tile among those of all sequences and heads, kv tile, q
-        tile, expected and seen ticket.
+        1 if somebody gave up, then q tile among those of all sequences and heads, kv tile (2^32 - 1
+        for ``bwd_postprocess``, which waits for all of them), q tile, expected and seen ticket.
 
     Raises
     ------
@@ -229,7 +229,8 @@ def check_report(plan: Plan, report: np.ndarray) -> None:
         return
     tile_index, kv_tile, q_tile, expected, seen = (int(word) for word in report[1:6])
     batch, q_head = divmod(tile_index // plan.shape.n_q, plan.problem.n_q_head)
+    who = "bwd_postprocess" if kv_tile == 2**32 - 1 else f"kv tile {kv_tile}"
     raise HangError(
-        f"schedule {plan.schedule!r}: kv tile {kv_tile} gave up waiting for its turn in the sum "
+        f"schedule {plan.schedule!r}: {who} gave up waiting for its turn in the sum "
         f"of dq of q tile {q_tile} (batch {batch}, q head {q_head}): it waited for ticket "
         f"{expected} and saw {seen}; the results are worthless. Plan:\n{plan.explain()}")

@@ -290,6 +290,9 @@ def test_debug_builds_report_who_was_stuck(gpu, monkeypatch):
     gpu.report[:6] = 1, 13 * 5 + 4, 2, 4, 3, 1
     with pytest.raises(HangError, match=r"kv tile 2 .* q tile 4 \(batch 1, q head 5\).*ticket 3"):
         dashcupy.attention_backward(**arrays())
+    gpu.report[2] = 2**32 - 1
+    with pytest.raises(HangError, match="bwd_postprocess gave up waiting"):
+        dashcupy.attention_backward(**arrays())
 
 
 def test_capture_and_a_workspace_of_the_caller(gpu):

@@ -17,7 +17,9 @@
 //                                       holds the only fence that is needed: a fence of one's own
 //                                       before it would be a second MEMBAR.
 //
-// Ticket 0 neither waits nor reads (dq_accum may hold anything), the last ticket does not release.
+// Ticket 0 neither waits nor reads (dq_accum may hold anything). In bwd_sm80 the last ticket does
+// not release; in the Hopper backwards it does (with DC_UNORDERED, too): bwd_postprocess waits until
+// the count is that of all contributors, and then reads the sum as one that holds the turn would.
 // In a debug build a wait gives up and says who was stuck; a wait that is given up makes all later
 // ones give up too, so that the kernel ends.
 //
@@ -33,7 +35,8 @@
 //   bulk_wait<0>             full completion. Its `.read` form only says that shared memory is free
 //                            again: the next contributor could add to a sum that is not there yet.
 //                            Completion that a thread waited for is visible to its generic proxy,
-//                            so no proxy fence is needed between it and the release.
+//                            so no proxy fence is needed between it and the release, nor by
+//                            bwd_postprocess, which reads through the generic proxy.
 //   turnstile_release        as above; a fence before it would be a second MEMBAR
 //
 // What the bulk copy reads from shared memory was written by other threads through the generic
