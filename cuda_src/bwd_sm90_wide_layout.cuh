@@ -56,8 +56,8 @@ DC_FN bool needs_mask(const Mask& mask, int row0, int key0) {
 // batch_empty[s]    BATCH_READERS  producer, writers, consumer warps   planner        batches
 // turns_came        N_WRITER       writers, turn of the last part of   planner        the next work
 //                                  a work has come
-// ALL_DONE (1)      256 threads    consumers, last product done        consumers      ds, as
-//                                                                                     staging of
+// all_done          consumer warps consumers, last product of a kv     consumers      ds, as
+//                                  tile done                                          staging of
 //                                                                                     dk and dv
 //
 // p and ds need no barrier for their being free. P and dS of a step go where those of two steps
@@ -71,9 +71,8 @@ struct Barriers {
   u64 p_full, ds_full;
   u64 dq_full[N_WRITER][N_CONSUMER], dq_empty[N_CONSUMER][N_DQ_SLOT];
   u64 batch_full[N_BATCH], batch_begun[N_BATCH], batch_empty[N_BATCH];
-  u64 turns_came;
+  u64 turns_came, all_done;
 };
-constexpr int ALL_DONE = 1;  // named barrier
 constexpr bool ONE_STAGE = false;
 DC_FN const u64& q_empty(const Barriers& b, int stage) { return b.q_empty[stage]; }
 DC_FN const u64& dout_empty(const Barriers& b, int stage) { return b.dout_empty[stage]; }
@@ -132,5 +131,6 @@ DC_FN void init_barriers(SharedStorage& smem) {
   init(b.p_full, CONSUMER_WARPS);
   init(b.ds_full, CONSUMER_WARPS);
   init(b.turns_came, N_WRITER);
+  init(b.all_done, CONSUMER_WARPS);
   mbarrier_init_fence();
 }

@@ -227,7 +227,7 @@ DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int
   const Barriers& barriers = smem.barriers;
   const int key_end = Mask{params.q_len, params.kv_len, params.mask_offset}.last_key_end();
   Sums<PANELS> sums;
-  int n = 0, t = 0;  // batches and steps so far
+  int n = 0, t = 0, n_kv_tile = 0;  // batches, steps and kv tiles so far
 
   const auto wait_for_batch = [&]() {
     mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
@@ -274,7 +274,8 @@ DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int
     mbarrier_arrive_warp(smem_address(&barriers.batch_empty[n % N_BATCH]), lane);
     ++n;
     // When both are here no product reads ds, and the next dS is stored when both have gone on.
-    named_barrier_sync(ALL_DONE, N_CONSUMER * WARPGROUP_SIZE);
+    mbarrier_arrive_warp(smem_address(&barriers.all_done), lane);
+    mbarrier_wait(smem_address(&barriers.all_done), full_parity(n_kv_tile++));
     const u32 staging = smem_address(smem.ds[w]);
     const auto fragment = [&](int k) { return me.fragment(k); };
     const int column0 = PANEL_COLUMNS * me.first_panel;

@@ -265,7 +265,7 @@ class _Jax(Framework):
         if platforms == {"cpu"}:
             return Borrowed(x, 0, Layout(x.shape, None, dtype_name(x.dtype)), CPU)
         index, = (device.local_hardware_id for device in devices)
-        return CUPY.borrow(driver.on_device(index, require_cupy().from_dlpack, x), name)
+        return CUPY.borrow(driver.sheltered(index, require_cupy().from_dlpack, x), name)
 
     def maker(self, like, shape, dtype):
         if dtype == "uint8":
@@ -275,15 +275,18 @@ class _Jax(Framework):
         device = next(d for d in self._jax.local_devices()
                       if d.platform in ("gpu", "cuda") and d.local_hardware_id == like.device)
 
-        def make():
+        def allocate():
             x = self._concrete(self._jax.numpy.empty(shape, numpy_dtype(dtype), device=device))
-            view = require_cupy().from_dlpack(x)
+            return require_cupy().from_dlpack(x)
+
+        def make():
+            view = driver.sheltered(like.device, allocate)
             return view, view.data.ptr
         return make
 
     def deliver(self, result):
         # JAX passes its stream to CuPy, which makes it wait for the kernels just launched.
-        return self._jax.dlpack.from_dlpack(result)
+        return driver.sheltered(result.data.device_id, self._jax.dlpack.from_dlpack, result)
 
     def from_numpy(self, array, like):
         return self._concrete(self._jax.device_put(array, next(iter(like.array.devices()))))

@@ -93,7 +93,7 @@ class BackwardLoop:
             # P and dS twice; dq; row values.
             tiles += 4 * score_bytes + 2 * self.dq_slots * 4 * self.q_tile * _PANEL_COLUMNS
             tiles += row_bytes
-            barriers = 2 * (self.q_stages + self.do_stages) + 2 + 3 + 4 + 2 * self.dq_slots
+            barriers = 2 * (self.q_stages + self.do_stages) + 2 + 3 + 4 + 2 * self.dq_slots + 1
         total = tiles + _BATCHES_BYTES + 8 * (barriers + 3 * _N_BATCH + 1)
         return -(-total // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
 

@@ -159,6 +159,15 @@ def on_device(device: int, function: Callable, *arguments: Any) -> Any:
                           f"parent had used CUDA cannot use it: start it by spawn") from error
     if current == device:
         return function(*arguments)
+    return sheltered(device, function, *arguments)
+
+
+def sheltered(device: int, function: Callable, *arguments: Any) -> Any:
+    """As `on_device`, for a function that may leave another GPU current.
+
+    XLA does: its outermost scope does not put the thread's context back, and where there are
+    several GPUs it is not always the one asked for.
+    """
     _call("cuCtxPushCurrent_v2", _primary_context(device))
     try:
         return function(*arguments)

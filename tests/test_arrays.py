@@ -98,6 +98,27 @@ def test_jax_results_are_jax_arrays_in_jax_memory(gpu, monkeypatch):
     assert gpu.launches[0].stream == STREAM
 
 
+def test_jax_leaves_another_gpu_current(gpu, monkeypatch):
+    """XLA does where there are several: a kernel of this GPU is no handle in the other's context,
+    and the caller's thread would go on there."""
+    jax = install_jax(monkeypatch)
+    empty, from_dlpack = jax.numpy.empty, jax.dlpack.from_dlpack
+
+    def disturb(function):
+        def disturbed(*arguments, **options):
+            result = function(*arguments, **options)
+            gpu.stack[-1:] = [1]  # cuCtxSetCurrent
+            return result
+        return disturbed
+
+    jax.numpy.empty, jax.dlpack.from_dlpack = disturb(empty), disturb(from_dlpack)
+    monkeypatch.setattr(FakeJaxArray, "__dlpack__", disturb(FakeJaxArray.__dlpack__))
+    x = FakeJaxArray(SHAPE, "bfloat16")
+    for _ in range(2):  # the second one finds the first one's launcher
+        dashcupy.attention(x, x, x)
+    assert [launch.device for launch in gpu.launches] == [0, 0] and gpu.stack == [0]
+
+
 def test_jax_arrays_are_held_until_the_gpu_is_done(gpu, monkeypatch):
     """JAX reuses a dropped array on its own stream, while our kernels still wait for their turn."""
     install_jax(monkeypatch)
