@@ -5,7 +5,8 @@
 //
 // A CTA takes pieces of work from a counter: one or two kv tiles of a kv head. k and v of the tile
 // stay in shared memory, dk and dv in registers, while it visits the q tiles of all q heads of the
-// group in the order of the schedule; dq goes to its turn in dq_accum (tile/turnstile.cuh).
+// group, at each step of the schedule one of each; dq goes to its turn in dq_accum
+// (tile/turnstile.cuh).
 //
 // Roles: none; all 8 warps do the same. One thread looks for the turn (TURN_WAITER), one ends it
 // (TURN_RELEASER, in another warp: its release stands for some 600 cycles).
@@ -324,8 +325,8 @@ extern "C" __global__ void __launch_bounds__(N_THREAD, 1)
         kv.tile = schedule::kv_tile(shape, place.work, part);
         kv.row0 = kv.tile * KV_TILE;
         kv.row_end = params.q_len > 0 ? mask.key_end(params.q_len - 1) : 0;
-        kv.n_step = schedule::num_steps(shape, kv.tile);
-        kv.total = kv.n_step * (params.n_q_head / params.n_kv_head);
+        kv.q_per_kv = params.n_q_head / params.n_kv_head;
+        kv.total = kv.q_per_kv * schedule::num_steps(shape, kv.tile);
       }
       __syncthreads();
       visit_kv_tile(smem, params, warp, lane);

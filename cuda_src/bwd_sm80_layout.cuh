@@ -46,8 +46,8 @@ struct KvTile {
   int batch, kv_head, tile;
   int row0;     // first key
   int row_end;  // keys from here on are not seen by any row, or do not exist
-  int n_step;   // steps of one q head
-  int total;    // steps of all q heads of the group
+  int q_per_kv;  // q heads of the group
+  int total;     // steps of all of them
 };
 
 struct SharedStorage {
@@ -70,9 +70,9 @@ DC_FN void fill_steps(SharedStorage& smem, const BackwardParams& params, int fir
   int q_len = params.q_len;
   compute_late(q_len);
   const schedule::Shape shape = schedule::make_shape(q_len, params.kv_len, params.mask_offset);
-  const int group_head = index / kv.n_step;
-  const int q_head = kv.kv_head * (params.n_q_head / params.n_kv_head) + group_head;
-  const int q_tile = schedule::q_tile(shape, kv.tile, index - group_head * kv.n_step);
+  const int number = index / kv.q_per_kv;  // in the order of the schedule
+  const int q_head = kv.kv_head * kv.q_per_kv + index - number * kv.q_per_kv;
+  const int q_tile = schedule::q_tile(shape, kv.tile, number);
   Step step;
   step.row0 = q_tile * Q_TILE;
   step.q_at = kv.batch * params.q_strides.batch + q_head * params.q_strides.head +

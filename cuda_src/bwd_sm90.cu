@@ -5,8 +5,8 @@
 //
 // A CTA takes pieces of work from a counter: one or two kv tiles of a kv head. k and v of the tile
 // stay in shared memory, dk and dv in registers, while it visits the q tiles of all q heads of the
-// group in the order of the schedule. bwd_preprocess runs before (rows of lse and delta, semaphores
-// at zero), bwd_postprocess after (dq from dq_accum).
+// group, at each step of the schedule one of each. bwd_preprocess runs before (rows of lse and
+// delta, semaphores at zero), bwd_postprocess after (dq from dq_accum).
 //
 //   Roles        warps   regs   does
 //   producer     0       24     k, v of a kv tile, q, dout, row values of a step -> shared memory

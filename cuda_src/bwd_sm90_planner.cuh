@@ -18,8 +18,9 @@ DC_FN int plan_batch(SharedStorage& smem, const BackwardParams& params,
   bool masked = false;
   if (lane < min_int(BATCH_STEPS, left)) {
     Step step;
-    step.q_head = (done + lane) / n_step;
-    step.q_tile = schedule::q_tile(shape, kv_tile, done + lane - step.q_head * n_step);
+    const int number = (done + lane) / q_per_kv;  // in the order of the schedule
+    step.q_head = done + lane - number * q_per_kv;
+    step.q_tile = schedule::q_tile(shape, kv_tile, number);
     step.ticket = u32(schedule::ticket(shape, kv_tile, step.q_tile));
     step.tile_index = (place.head * q_per_kv + step.q_head) * shape.n_q + step.q_tile;
     batch.steps[lane] = step;

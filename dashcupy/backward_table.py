@@ -44,9 +44,10 @@ BACKWARD_TABLE = {
     # Its CTAs wait for their turn: many heads at a time shorten the queue.
     "bwd_sm80": BackwardKernel(defines=(*_STAGES, ("DC_WARPS", "n_warp"))),
     # Its dq writers wait instead, and it outruns the memory behind L2. Teams, whose kv tiles never
-    # meet, where a head has kv tiles enough.
+    # meet, where a head has kv tiles enough; but not where two heads no longer fit L2: CTAs that
+    # walk over the q tiles together read each once.
     "bwd_sm90": BackwardKernel(
-        row_values=True, group_rows=2**14, team_tiles=(range(8, _ANY_MORE), range(8, _ANY_MORE))),
+        row_values=True, group_rows=2**14, team_tiles=(range(8, 257), range(8, 257))),
     # A turn ends sooner when L2 holds the sum, however few heads that are. Steps are half as long,
     # so that a turn takes almost two of them; kv tiles of shortest_first begin two q tiles apart.
     "bwd_sm90_d64": BackwardKernel(

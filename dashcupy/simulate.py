@@ -149,7 +149,7 @@ def simulate(schedule: Schedule | str, shape: Shape, n_head: int, n_worker: int,
         ``"counter"``: a CTA takes the next work when it has done its last, as the kernels do.
         ``"round_robin"``: CTA w does works w, w + n_worker, ... of the same order.
     q_per_kv
-        q heads that share a kv head: a CTA does all steps of one after those of another.
+        q heads that share a kv head: at each step of the schedule a CTA visits one after another.
     head_group
         kv heads whose works are handed out together (see ``schedules.order``); default: all.
 
@@ -238,8 +238,8 @@ class _Run:
             kv_tile = s.kv_tile(shape, work, part)
             visits = [s.q_tile(shape, kv_tile, i) for i in range(s.num_steps(shape, kv_tile))]
             tickets = [s.ticket(shape, kv_tile, q_tile) for q_tile in visits]
-            for q_head in range(self.q_per_kv):
-                cells += [(kv_tile, q_head, *cell) for cell in zip(visits, tickets, strict=True)]
+            cells += [(kv_tile, q_head, *cell) for cell in zip(visits, tickets, strict=True)
+                      for q_head in range(self.q_per_kv)]
         return cells
 
     def _sum(self, head: int, q_head: int, q_tile: int) -> int:

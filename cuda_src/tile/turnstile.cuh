@@ -18,8 +18,8 @@
 //                                       before it would be a second MEMBAR.
 //
 // Ticket 0 neither waits nor reads (dq_accum may hold anything). In bwd_sm80 the last ticket does
-// not release; in the Hopper backwards it does (with DC_UNORDERED, too): bwd_postprocess waits until
-// the count is that of all contributors, and then reads the sum as one that holds the turn would.
+// not release; in the Hopper backwards it does (with DC_UNORDERED, too): bwd_postprocess waits
+// until the count is that of all contributors, and then reads the sum as one that holds the turn.
 // In a debug build a wait gives up and says who was stuck; a wait that is given up makes all later
 // ones give up too, so that the kernel ends.
 //

@@ -22,15 +22,19 @@ NAMES = ("out", "dq", "dk", "dv")
 def needs_jax_on_the_gpu():
     if jax.default_backend() not in ("gpu", "cuda"):
         pytest.skip("JAX sees no GPU")
+    torch.cuda.set_device(0)
 
 
+# XLA leaves another GPU current where there are several; torch looks at that before it exports.
 def _to_jax(inputs):
+    torch.cuda.set_device(0)
     torch.cuda.synchronize()
     return [jax.dlpack.from_dlpack(inputs[name].contiguous()) for name in ("q", "k", "v", "dout")]
 
 
 def _to_torch(results):
     jax.block_until_ready(results)
+    torch.cuda.set_device(0)
     return {name: torch.from_dlpack(x) for name, x in zip(NAMES, results)}
 
 
