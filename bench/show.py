@@ -9,18 +9,16 @@ from pathlib import Path
 
 from dashcupy.errors import InvalidInputError
 
-from . import harness, model, paper, plots, records, tables
+from . import harness, model, paper, plots, records, tables, training
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- speed:begin -->", "<!-- speed:end -->"
+TRAINING = "<!-- training:begin -->", "<!-- training:end -->"
 PICTURES = "plots"  # folder beside the results
 
 
 def short(found: Sequence[Mapping], results: Path, readme: Path) -> str:
     """What the README shows: some lengths, pictures, and where all cells stand."""
-    def link(path: Path) -> str:
-        return path.resolve().relative_to(readme.resolve().parent).as_posix()
-
     directions = sorted({r["direction"] for r in found})
     parts = [tables.caption("Measured", found),
              "TFLOP/s of dashcupy by length; in brackets how many times as fast it is as "
@@ -28,11 +26,26 @@ def short(found: Sequence[Mapping], results: Path, readme: Path) -> str:
              "deterministic):",
              tables.compact(found), tables.price_line(found)]
     parts += [f"![{direction}: TFLOP/s over length]"
-              f"({link(results.parent / PICTURES / f'{results.stem}_{direction}.svg')})"
-              for direction in directions]
-    parts.append(f"All cells, schedules and the DASH paper's experiment: "
-                 f"[{link(page_of(results))}]({link(page_of(results))}).")
+              f"({_link(picture_of(results, direction), readme)})" for direction in directions]
+    here = _link(page_of(results), readme)
+    parts.append(f"All cells, schedules and the DASH paper's experiment: [{here}]({here}).")
     return "\n\n".join(part for part in parts if part)
+
+
+def short_training(made: Mapping, results: Path, readme: Path) -> str:
+    """What the README shows of the training runs."""
+    return "\n\n".join([
+        training.short(made), f"![Losses of these runs, and how far apart they are]"
+                              f"({_link(picture_of(results, 'repro'), readme)})"])
+
+
+def _link(path: Path, readme: Path) -> str:
+    return path.resolve().relative_to(readme.resolve().parent).as_posix()
+
+
+def picture_of(results: Path, name: str) -> Path:
+    """The file of one picture of a results file."""
+    return results.parent / PICTURES / f"{results.stem}_{name}.svg"
 
 
 def page_of(results: Path) -> Path:
@@ -40,11 +53,12 @@ def page_of(results: Path) -> Path:
     return results.with_suffix(".md")
 
 
-def page(found: Sequence[Mapping], made: Mapping | None, results: Path) -> str:
+def page(found: Sequence[Mapping], made: Mapping | None, trained: Mapping | None,
+         results: Path) -> str:
     """All tables, with the pictures; the text between the markers of `page_of`."""
-    pictures = {name: f"![{name}]({PICTURES}/{results.stem}_{name}.svg)"
+    pictures = {name: f"![{name}]({PICTURES}/{picture_of(results, name).name})"
                 for name in (*sorted({r["direction"] for r in found}), "price", "simulated",
-                             "paper")}
+                             "paper", "repro")}
     parts = ["## All cells", *(pictures[name] for name in sorted({r["direction"] for r in found})),
              tables.full(found)]
     if tables.price_rows(found):
@@ -55,10 +69,12 @@ def page(found: Sequence[Mapping], made: Mapping | None, results: Path) -> str:
                   f"{model.WRONG:.0%}.", pictures["simulated"], tables.predictions(made)]
     if any(row.ours for row in paper.rows(found, made)):
         parts += ["## The DASH paper's experiment", pictures["paper"], paper.text(found, made)]
+    if trained:
+        parts += ["## Training runs", pictures["repro"], training.table(trained)]
     return "\n\n".join(part for part in parts if part)
 
 
-def insert(text: str, part: str) -> str:
+def insert(text: str, part: str, markers: tuple[str, str] = (BEGIN, END)) -> str:
     """Text with what stands between the markers replaced.
 
     Raises
@@ -66,10 +82,11 @@ def insert(text: str, part: str) -> str:
     InvalidInputError
         The markers are missing or in the wrong order.
     """
-    begin, end = text.find(BEGIN), text.find(END)
+    begin, end = map(text.find, markers)
     if not 0 <= begin < end:
-        raise InvalidInputError(f"the text needs a line {BEGIN} and, below it, a line {END}")
-    return f"{text[:begin]}{BEGIN}\n{part}\n{text[end:]}"
+        raise InvalidInputError(f"the text needs a line {markers[0]} and, below it, a line "
+                                f"{markers[1]}")
+    return f"{text[:begin]}{markers[0]}\n{part}\n{text[end:]}"
 
 
 def files(results: Path, readme: Path) -> dict[Path, str]:
@@ -82,11 +99,13 @@ def files(results: Path, readme: Path) -> dict[Path, str]:
     """
     found = records.read(results)
     records.device_of(found)
-    made = current_model(results, found)
+    made, trained = current_model(results, found), training.read(results)
     target = page_of(results)
     old = target.read_text(encoding="utf-8") if target.is_file() else f"{BEGIN}\n{END}\n"
-    return {readme: insert(readme.read_text(encoding="utf-8"), short(found, results, readme)),
-            target: insert(old, page(found, made, results))}
+    text = insert(readme.read_text(encoding="utf-8"), short(found, results, readme))
+    if trained:
+        text = insert(text, short_training(trained, results, readme), TRAINING)
+    return {readme: text, target: insert(old, page(found, made, trained, results))}
 
 
 def current_model(results: Path, found: Sequence[Mapping]) -> Mapping | None:
@@ -118,7 +137,8 @@ def main(arguments: list[str] | None = None) -> int:
                         help="merge these files into the results first")
     parser.add_argument("--write", type=Path, nargs="?", const=README, metavar="README",
                         help=f"replace what stands between {BEGIN} and {END} there and in the .md "
-                             f"beside the results, and draw the pictures")
+                             f"beside the results (and between {' and '.join(TRAINING)} there), "
+                             f"and draw the pictures")
     options = parser.parse_args(arguments)
     for path in options.merge:
         if not path.is_file():
@@ -131,7 +151,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.write:
         for path in write(options.results, options.write):
             print(f"wrote {path}", file=sys.stderr)
-    print(page(found, current_model(options.results, found), options.results))
+    print(page(found, current_model(options.results, found), training.read(options.results),
+               options.results))
     return 0
 
 

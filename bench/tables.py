@@ -176,9 +176,9 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def table(head: Sequence[str]) -> list[str]:
-    """The first two lines of a Markdown table."""
-    return [_row(head), "|" + "---|" * len(head)]
+def table(head: Sequence[str], rows: Iterable[Sequence[str]] = ()) -> list[str]:
+    """The lines of a Markdown table: the first two, and these rows."""
+    return [_row(head), "|" + "---|" * len(head), *map(_row, rows)]
 
 
 def _row(parts: Sequence[str]) -> str:

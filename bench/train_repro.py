@@ -11,7 +11,8 @@ from dashcupy import schedules
 from dashcupy.errors import DashcupyError, InvalidInputError, UnsupportedError
 
 try:
-    from .repro import data, plot
+    from . import plots
+    from .repro import data, plot, record, summary
     from .repro.attention import KINDS
     from .repro.compare import compare
     from .repro.model import HEAD_DIMS, MLPS, SIZES
@@ -71,6 +72,8 @@ def parser() -> argparse.ArgumentParser:
         help="compare two records instead of training; may be given again")
     add("--plot", type=Path, metavar="FILE",
         help="with --compare: draw the losses and their differences to FILE.svg or FILE.png")
+    add("--summary", type=Path, metavar="FILE",
+        help="with --compare: write there what the runs were and where they part, in short")
     return found
 
 
@@ -97,15 +100,21 @@ def main(arguments: list[str] | None = None) -> int:
 def _compare(options: argparse.Namespace) -> int:
     found = [compare(a, b) for a, b in options.compare]
     print("\n".join(comparison.report() for comparison in found))
+    if options.plot or options.summary:
+        made = summary.summarise(found)
+    if options.summary:
+        record.write_json(options.summary, made)
+        print(f"in short in {options.summary}")
     if options.plot:
-        plot.draw(found, options.plot)
+        plot.draw(found, options.plot, plots.digest([made], None))
         print(f"drawn to {options.plot}")
     return int(not all(comparison.equal for comparison in found))
 
 
 def _check(options: argparse.Namespace) -> None:
-    if options.plot:
-        raise InvalidInputError("--plot draws what --compare compares; give --compare A B")
+    if options.plot or options.summary:
+        raise InvalidInputError("--plot and --summary show what --compare compares; "
+                                "give --compare A B")
     if options.attention != "dashcupy" and options.schedule != "auto":
         raise InvalidInputError(f"--schedule {options.schedule} orders dashcupy's backward; leave "
                                 f"it out with --attention {options.attention}")

@@ -196,6 +196,7 @@ def test_progress_is_plain_lines_where_nobody_watches(capsys):
     ([*TINY, "--kv-heads", "3"], "--kv-heads 3 does not divide the 2 q heads"),
     (["--parallel", "ddp", "--device", "cpu"], "torchrun --nproc-per-node 2"),
     (["--plot", "x.png"], "give --compare A B"),
+    (["--summary", "x.json"], "give --compare A B"),
     (["--compare", "none.json", "none.json"], "none.json cannot be read as a record"),
     ([*TINY, "--resume", str(ROOT / "README.md")], "no checkpoint can be read there"),
     ([*TINY, "--json", str(ROOT)], "cannot be written: Is a directory"),
@@ -254,6 +255,45 @@ def test_picture(runs, tmp_path, capsys):
     text = path.read_text()
     assert "dashcupy and dashcupy, resumed at step 2: 0 at every step, all bits equal" in text
     assert "dashcupy, two runs: differ at 4 of 4 steps" in text
+
+
+def test_summary_says_in_short_what_the_records_say(runs, tmp_path, capsys):
+    # A summary that calls runs equal that are not, or that loses where they part.
+    from bench import training
+    found = _read(runs / "seed.json")
+    found["losses"][0] = _read(runs / "a.json")["losses"][0]
+    (tmp_path / "x.json").write_text(json.dumps(found))
+    path = training.path_of(tmp_path / "card.json")
+    assert _main("--compare", runs / "a.json", runs / "b.json", "--compare", runs / "a.json",
+                 runs / "resumed.json", "--compare", runs / "a.json", tmp_path / "x.json",
+                 "--summary", path) == 1
+    made = training.read(tmp_path / "card.json")
+    a, b, resumed, x = made["runs"].values()
+    assert (a["gradients"], a["weights"], a["losses"]) == (b["gradients"], b["weights"],
+                                                          b["losses"])
+    assert resumed["gradients"] == {step: a["gradients"][step] for step in ("2", "3")}
+    assert resumed["weights"] == a["weights"] != x["weights"]
+    assert not {*a["gradients"].values()} & {*x["gradients"].values()}
+    assert (a["steps"], resumed["steps"], resumed["first_step"]) == (4, 2, 2)
+    assert [one["equal"] for one in made["comparisons"]] == [True, True, False]
+    assert {one["what"]: (one["step"], one["tensor"], one["n_differ"], one["n"])
+            for one in made["comparisons"][2]["differences"]} == {
+        "loss": (1, None, 3, 4), "gradient norm": (0, None, 4, 4),
+        "gradients": (0, "head.weight", 21, 21),
+        "final weights": (None, "embedding.weight", 21, 21)}
+    apart = max(abs(p - q) for p, q in zip(_read(runs / "a.json")["losses"], found["losses"]))
+    text = training.short(made)
+    assert "- **dashcupy and dashcupy, resumed at step 2: all bits equal** (losses and gradient " \
+           "norms of steps 2 to 3, all gradients at 2 of them, final weights)." in text
+    assert f"loss first at step 1, at 3 of 4 steps, by {apart:.2g} at most; final weights in 21 " \
+           f"of 21 tensors)" in text
+    assert f"attention {100 * a['attention']['share_of_step']:.0f} and " in text
+    table = training.table(made).splitlines()[-1]
+    assert f"| {a['final_loss']:.9g}, {x['final_loss']:.9g} | {a['step_ms_median']:.1f}, " in table
+    capsys.readouterr()
+    (tmp_path / "a.json").write_bytes((runs / "b.json").read_bytes())
+    assert _main("--compare", runs / "a.json", tmp_path / "a.json", "--summary", path) == 2
+    assert "some are the same; rename them" in capsys.readouterr().err
 
 
 def test_interrupted_write_leaves_the_old_file(tmp_path):

@@ -12,6 +12,32 @@ from . import record
 
 
 @dataclass(frozen=True)
+class Difference:
+    """Where two runs part first, in one respect.
+
+    Parameters
+    ----------
+    what
+        ``loss``, ``gradient norm``, ``gradients`` or ``final weights``.
+    step
+        The first; None for the final weights.
+    tensor
+        One that differs, of gradients the first that the backward reaches; None for numbers.
+    n_differ, n
+        How many steps, or tensors of that step, differ, and of how many.
+    words
+        All of it for a person, with the values.
+    """
+
+    what: str
+    step: int | None
+    tensor: str | None
+    n_differ: int
+    n: int
+    words: str
+
+
+@dataclass(frozen=True)
 class Comparison:
     """What two records have in common, and where they part.
 
@@ -30,7 +56,7 @@ class Comparison:
     options
         Options, versions and machines that were not the same, in words.
     differences
-        What differs, in words; none if the runs are equal.
+        What differs; none if the runs are equal.
     times
         What a step took, and attention's share of it, in words.
     """
@@ -41,7 +67,7 @@ class Comparison:
     losses: tuple[list[float], list[float]]
     compared: str
     options: tuple[str, ...]
-    differences: tuple[str, ...]
+    differences: tuple[Difference, ...]
     times: str
 
     @property
@@ -54,7 +80,8 @@ class Comparison:
         lines = [f"{self.names[0]} and {self.names[1]}: "
                  f"{'EQUAL' if self.equal else 'DIFFERENT'} ({self.compared})"]
         lines += [f"  option: {text}" for text in self.options]
-        return "\n".join([*lines, *(f"  {text}" for text in self.differences), f"  {self.times}"])
+        lines += [f"  {found.words}" for found in self.differences]
+        return "\n".join([*lines, f"  {self.times}"])
 
 
 def compare(path_a: Path, path_b: Path) -> Comparison:
@@ -89,7 +116,7 @@ def _compare(path_a: Path, path_b: Path) -> Comparison:
         tuple([r["losses"][step - r["first_step"]] for step in steps] for r in (a, b)),
         f"losses and gradient norms of steps {steps[0]} to {steps[-1]}, all gradients at "
         f"{len(hashed)} of them, {'final weights' if same_end else 'not the final weights'}",
-        tuple(_options(_all_options(a), _all_options(b))), tuple(text for text in found if text),
+        tuple(_options(_all_options(a), _all_options(b))), tuple(one for one in found if one),
         f"median step {_time(a)} and {_time(b)}")
 
 
@@ -121,41 +148,47 @@ def _options(a: Mapping, b: Mapping) -> Iterable[str]:
             if a.get(name) != b.get(name))
 
 
-def _first_loss(a: Mapping, b: Mapping, steps: range) -> str:
+def _first_loss(a: Mapping, b: Mapping, steps: range) -> Difference | None:
     return _first_number(a, b, steps, "losses", "loss")
 
 
-def _first_norm(a: Mapping, b: Mapping, steps: range) -> str:
+def _first_norm(a: Mapping, b: Mapping, steps: range) -> Difference | None:
     return _first_number(a, b, steps, "gradient_norms", "gradient norm")
 
 
-def _first_number(a: Mapping, b: Mapping, steps: range, field: str, name: str) -> str:
+def _first_number(a: Mapping, b: Mapping, steps: range, field: str, name: str
+                  ) -> Difference | None:
     pairs = [(step, *(float(r[field][step - r["first_step"]]).hex() for r in (a, b)))
              for step in steps]
     other = [(step, x, y) for step, x, y in pairs if x != y]
     if not other:
-        return ""
+        return None
     step, x, y = other[0]
-    return (f"{name} first differs at step {step}: {float.fromhex(x):.9g} ({x}) and "
-            f"{float.fromhex(y):.9g} ({y}); it differs at {len(other)} of {len(pairs)} steps")
+    return Difference(name, step, None, len(other), len(pairs), (
+        f"{name} first differs at step {step}: {float.fromhex(x):.9g} ({x}) and "
+        f"{float.fromhex(y):.9g} ({y}); it differs at {len(other)} of {len(pairs)} steps"))
 
 
-def _first_gradient(a: Mapping, b: Mapping, hashed: list[str]) -> str:
+def _first_gradient(a: Mapping, b: Mapping, hashed: list[str]) -> Difference | None:
     for step in hashed:
         other = _differing(a["gradients"][step], b["gradients"][step])
         if other:
+            n = len(a["gradients"][step])
             # The backward goes from the last layer to the first, so the last name is the one that
             # it reached first.
-            return (f"gradients first differ at step {step} (of those with digests) in "
-                    f"{other[-1]}, the first that the backward reaches; "
-                    f"{len(other)} of {len(a['gradients'][step])} tensors differ")
-    return ""
+            return Difference("gradients", int(step), other[-1], len(other), n, (
+                f"gradients first differ at step {step} (of those with digests) in {other[-1]}, "
+                f"the first that the backward reaches; {len(other)} of {n} tensors differ"))
+    return None
 
 
-def _weights(a: Mapping, b: Mapping) -> str:
+def _weights(a: Mapping, b: Mapping) -> Difference | None:
     other = _differing(a["weights"], b["weights"])
-    return (f"final weights differ in {len(other)} of {len(a['weights'])} tensors, "
-            f"for example {other[0]}") if other else ""
+    if not other:
+        return None
+    n = len(a["weights"])
+    return Difference("final weights", None, other[0], len(other), n, (
+        f"final weights differ in {len(other)} of {n} tensors, for example {other[0]}"))
 
 
 def _differing(a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:

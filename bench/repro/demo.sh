@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Two runs with dashcupy and one that goes on from their middle, equal to the bit or exit status 1;
-# two runs with each peer (unordered: our kernel without its order); step times, a picture of all.
+# two runs with each peer (unordered: our kernel without its order); step times, a picture and a
+# summary of all.
 #   bench/repro/demo.sh FOLDER [options of bench.train_repro]
 # Environment: STEPS (300), PEERS (cudnn; of cudnn, flash, sdpa, unordered), PYTHON (python3).
 set -euo pipefail
@@ -34,5 +35,6 @@ for peer in ${PEERS-cudnn}; do
         pairs+=(--compare "$out/${peer}1.json" "$out/${peer}2.json")
     fi
 done
-repro "${pairs[@]}" --plot "$out/losses.png" || true # peers may differ: only ours decide
+shown=(--plot "$out/losses.svg" --summary "$out/summary.json")
+repro "${pairs[@]}" "${shown[@]}" || true # peers may differ: only ours decide
 exit "$equal"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dashcupy import draw as drawing
 
+from .. import plots
 from .compare import Comparison
 
 COLOURS = ("#4c78a8", "#d62728", "#f2a93b", "#54a24b", "#b279a2")
@@ -15,7 +16,7 @@ COLOURS = ("#4c78a8", "#d62728", "#f2a93b", "#54a24b", "#b279a2")
 _LINEAR_BELOW = 1e-7
 
 
-def draw(comparisons: Sequence[Comparison], path: str | Path) -> None:
+def draw(comparisons: Sequence[Comparison], path: str | Path, description: str) -> None:
     """Draw pairs of runs over one another.
 
     Parameters
@@ -24,6 +25,8 @@ def draw(comparisons: Sequence[Comparison], path: str | Path) -> None:
         Pairs, each in a colour of its own.
     path
         File to write: ``.svg`` or ``.png``.
+    description
+        What an SVG says of its data.
 
     Raises
     ------
@@ -55,7 +58,7 @@ def draw(comparisons: Sequence[Comparison], path: str | Path) -> None:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", frameon=False)
-    drawing.save(figure, path)
+    plots.save(figure, path, description)
 
 
 def _pair(found: Comparison) -> str:

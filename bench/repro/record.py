@@ -48,7 +48,12 @@ def machine(device: torch.device) -> dict:
 
 def write(path: Path, record: Mapping) -> None:
     """Write a record as JSON, in one step."""
-    text = json.dumps({"format": FORMAT} | dict(record), indent=1)
+    write_json(path, {"format": FORMAT} | dict(record))
+
+
+def write_json(path: Path, content: Mapping) -> None:
+    """Write JSON for a person to read, in one step."""
+    text = json.dumps(content, indent=1) + "\n"
     write_at_once(path, lambda file: file.write(text.encode()))
 
 
