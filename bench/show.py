@@ -21,10 +21,10 @@ def short(found: Sequence[Mapping], results: Path, readme: Path) -> str:
     """What the README shows: some lengths, pictures, and where all cells stand."""
     directions = sorted({r["direction"] for r in found})
     parts = [tables.caption("Measured", found),
-             "TFLOP/s of dashcupy by length; in brackets how many times as fast it is as "
-             "FlashAttention-2 (backward: its deterministic mode) and as cuDNN (backward: not "
-             "deterministic):",
-             tables.compact(found), tables.price_line(found)]
+             "TFLOP/s of dashcupy by length; in brackets how many times as fast it is as the "
+             f"fastest other kernel of the same run ({', '.join(tables.families(found))}: "
+             "deterministic or not) and, backward, as the fastest deterministic one:",
+             tables.compact(found), tables.standing(found), tables.price_line(found)]
     parts += [f"![{direction}: TFLOP/s over length]"
               f"({_link(picture_of(results, direction), readme)})" for direction in directions]
     here = _link(page_of(results), readme)

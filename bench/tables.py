@@ -8,18 +8,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from . import cells, model, ours, records
 
 SHORT_LENGTHS = (512, 2048, 4096, 16384)
-# Column of a table -> peer; the forward has no fa2_det.
-PEERS = {
-    "backward": {"FA2, deterministic": "fa2_det", "FA2": "fa2", "cuDNN": "cudnn"},
-    "forward": {"FA2": "fa2", "cuDNN": "cudnn"},
-}
+DIRECTIONS = ("backward", "forward")
+_STANDARD = frozenset(cell.key for cell in cells.ALL)  # the 24 of head_dim 64 and 128
+# Peers by their names in tables; others go by their own.
+PEERS = {"fa2_det": "FA2, deterministic", "fa2": "FA2", "cudnn": "cuDNN",
+         "fa3_det": "FA3, deterministic", "fa3": "FA3", "fa4_det": "FA4, deterministic",
+         "fa4": "FA4"}
 
 
 def compact(found: Sequence[Mapping]) -> str:
-    """A row for each direction, head_dim and mask of the 24 cells, a column for some lengths."""
-    first_peers = {direction: next(iter(columns.values())) for direction, columns in PEERS.items()}
+    """A row for each direction, head_dim and mask of the 24 cells, a column for some lengths.
+
+    In brackets how many times as fast ours is as the fastest peer of the cell, and, backward, as
+    the fastest deterministic one.
+    """
     lines = table(["", "head_dim", "mask", *map(str, SHORT_LENGTHS)])
-    for direction, head_dim, causal in ((direction, head_dim, causal) for direction in PEERS
+    for direction, head_dim, causal in ((direction, head_dim, causal) for direction in DIRECTIONS
                                         for head_dim in (64, 128) for causal in (True, False)):
         row = []
         for seqlen in SHORT_LENGTHS:
@@ -28,8 +32,8 @@ def compact(found: Sequence[Mapping]) -> str:
             if mine is None:
                 row.append("-")
                 continue
-            ratios = [_ratio(peer_of(of_cell, name), mine)
-                      for name in (first_peers[direction], "cudnn")]
+            modes = (False, True) if direction == "backward" else (False,)
+            ratios = [_ratio(fastest_peer(of_cell, only), mine) for only in modes]
             row.append(f"{mine['tflops']:.0f} ({', '.join(ratios)})")
         if set(row) != {"-"}:
             lines.append(_row([direction, str(head_dim), mask(causal), *row]))
@@ -42,28 +46,27 @@ def full(found: Sequence[Mapping]) -> str:
     ``auto`` stands for ours in the backward; where only named schedules were measured, the fastest
     deterministic one of them.
     """
-    parts = [_full(direction, mine) for direction in PEERS
+    parts = [_full(direction, mine) for direction in DIRECTIONS
              if (mine := [r for r in found if r["direction"] == direction])]
     return "\n\n".join(parts)
 
 
 def _full(direction: str, found: Sequence[Mapping]) -> str:
-    columns = PEERS[direction] | {
-        name: name for name in sorted({r["peer"] for r in found} - set(PEERS[direction].values())
-                                      - {"dashcupy"})}
+    measured = {r["peer"] for r in found} - {"dashcupy"}
+    columns = [*(name for name in PEERS if name in measured), *sorted(measured - set(PEERS))]
     is_backward = direction == "backward"
     lines = table(["head_dim", "mask", "len", "heads", "dashcupy, ms (TFLOP/s)",
-                   *(["schedule"] * is_backward), *(f"{name}, ms" for name in columns),
-                   f"{next(iter(columns))} / dashcupy"])
+                   *(["schedule"] * is_backward), *(f"{PEERS.get(name, name)}, ms" for name in columns),
+                   "fastest other / dashcupy"])
     for cell in sorted({records.cell_of(r) for r in found}):
         of_cell = _of(found, direction, cell)
         mine = fastest(of_cell)
-        others = [peer_of(of_cell, peer) for peer in columns.values()]
+        others = [peer_of(of_cell, peer) for peer in columns]
         line = [*_cell_text(cell), f"{mine['ms']:.3f} ({mine['tflops']:.0f})" if mine else "-"]
         if is_backward:
             line.append(f"`{mine['schedule_used']}`" if mine else "-")
         line += [f"{r['ms']:.3f}" if r else "-" for r in others]
-        line.append(_ratio(others[0], mine))
+        line.append(_ratio(fastest_peer(of_cell), mine))
         lines.append(_row(line))
     return "\n".join([caption(direction.capitalize(), found), "", *lines])
 
@@ -116,12 +119,15 @@ def price(found: Sequence[Mapping]) -> str:
 
 def price_line(found: Sequence[Mapping]) -> str:
     """One sentence about the price of determinism; empty where it was not measured."""
-    ratios = [best["ms"] / free["ms"] for _, best, free in price_rows(found)]
-    if not ratios:
-        return ""
+    parts = []
+    for name, of_name in (("the 24 cells", True), ("others", False)):
+        ratios = [best["ms"] / free["ms"] for cell, best, free in price_rows(found)
+                  if (cell in _STANDARD) == of_name]
+        if ratios:
+            parts.append(f"{geometric_mean(ratios):.3f} in the geometric mean of {len(ratios)} of "
+                         f"{name}, {min(ratios):.3f} to {max(ratios):.3f}")
     return (f"Price of determinism (best schedule / the same kernel adding in any order): "
-            f"{geometric_mean(ratios):.3f} in the geometric mean of {len(ratios)} cells, "
-            f"{min(ratios):.3f} to {max(ratios):.3f}.")
+            f"{'; '.join(parts)}.") if parts else ""
 
 
 def predictions(made: Mapping) -> str:
@@ -169,6 +175,40 @@ def fastest(of_cell: Iterable[Mapping]) -> Mapping | None:
 def peer_of(of_cell: Iterable[Mapping], peer: str) -> Mapping | None:
     """The record of a peer among those of one cell and direction."""
     return next((r for r in of_cell if r["peer"] == peer), None)
+
+
+def fastest_peer(of_cell: Iterable[Mapping], only_deterministic: bool = False) -> Mapping | None:
+    """The fastest record that is not ours among those of one cell and direction."""
+    others = [r for r in of_cell if r["peer"] != "dashcupy"
+              and (r["mode"] == "deterministic" or not only_deterministic)]
+    return min(others, key=lambda r: r["ms"], default=None)
+
+
+def families(found: Iterable[Mapping]) -> list[str]:
+    """Names of the peers that were measured, without their modes."""
+    measured = {r["peer"].removesuffix("_det") for r in found} - {"dashcupy"}
+    return [PEERS.get(name, name) for name in sorted(measured)]
+
+
+def standing(found: Sequence[Mapping]) -> str:
+    """A sentence for each direction: ours beside the fastest others in the cells that have them."""
+    lines = []
+    for direction in DIRECTIONS:
+        pairs = {only: [] for only in (False, True)}
+        for cell in sorted({records.cell_of(r) for r in found}):
+            of_cell = _of(found, direction, cell)
+            mine = fastest(of_cell) if cell in _STANDARD else None
+            for only, ratios in pairs.items():
+                if mine and (other := fastest_peer(of_cell, only)):
+                    ratios.append(other["ms"] / mine["ms"])
+        text = [f"{name} {min(ratios):.2f} to {max(ratios):.2f} times as fast, "
+                f"{geometric_mean(ratios):.2f} in the geometric mean of {len(ratios)} cells"
+                for name, ratios in (("as the fastest other kernel", pairs[False]),
+                                     ("as the fastest deterministic one", pairs[True])) if ratios
+                and (direction == "backward" or name == "as the fastest other kernel")]
+        if text:
+            lines.append(f"{direction.capitalize()}: {'; '.join(text)}.")
+    return "\n".join(lines)
 
 
 def geometric_mean(values: Sequence[float]) -> float:

@@ -276,7 +276,10 @@ class _Jax(Framework):
                       if d.platform in ("gpu", "cuda") and d.local_hardware_id == like.device)
 
         def allocate():
-            x = self._concrete(self._jax.numpy.empty(shape, numpy_dtype(dtype), device=device))
+            # With device= JAX makes them on its default GPU and moves them: on another GPU they
+            # arrived after the kernels had written there.
+            with self._jax.default_device(device):
+                x = self._concrete(self._jax.numpy.empty(shape, numpy_dtype(dtype)))
             return require_cupy().from_dlpack(x)
 
         def make():

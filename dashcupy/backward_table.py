@@ -25,6 +25,8 @@ class BackwardKernel:
         ``shift`` or ``symmetric_shift``.
     causal
         ``"auto"`` for causal masks where it is no team.
+    causal_group
+        ``"auto"`` for causal masks where q heads share a kv head; "": as where they do not.
 
     Notes
     -----
@@ -37,6 +39,7 @@ class BackwardKernel:
     group_heads: tuple[int, int] = (16, 16)
     team_tiles: tuple[range, range] = (range(0), range(0))
     causal: str = "descending"
+    causal_group: str = ""
 
 
 _STAGES = (("DC_Q_STAGES", "q_stages"), ("DC_DO_STAGES", "do_stages"))
@@ -44,14 +47,16 @@ BACKWARD_TABLE = {
     # Its CTAs wait for their turn: many heads at a time shorten the queue.
     "bwd_sm80": BackwardKernel(defines=(*_STAGES, ("DC_WARPS", "n_warp"))),
     # Its dq writers wait instead, and it outruns the memory behind L2. Teams, whose kv tiles never
-    # meet, where a head has kv tiles enough; but not where two heads no longer fit L2: CTAs that
-    # walk over the q tiles together read each once.
+    # meet, where a head has kv tiles enough; but not where two kv heads, with all their q heads, no
+    # longer fit L2: CTAs that walk over the q tiles together read each once.
     "bwd_sm90": BackwardKernel(
-        row_values=True, group_rows=2**14, team_tiles=(range(8, 257), range(8, 257))),
+        row_values=True, group_rows=2**14, team_tiles=(range(16, 257), range(32, 257)),
+        causal_group="descending"),
     # A turn ends sooner when L2 holds the sum, however few heads that are. Steps are half as long,
     # so that a turn takes almost two of them; kv tiles of shortest_first begin two q tiles apart.
     "bwd_sm90_d64": BackwardKernel(
-        group_rows=2**15, group_heads=(1, 1), causal="shortest_first"),
+        group_rows=2**15, group_heads=(1, 1), causal="shortest_first",
+        causal_group="descending"),
     # Rows are twice as long: one head, or two for two teams. q, dout and dq_accum of two long heads
     # with the full mask do not fit L2, and CTAs that walk over the q tiles together read each once.
     "bwd_sm90_wide": BackwardKernel(

@@ -130,7 +130,7 @@ def make_plan(problem: Problem, direction: str, target: Target, schedule: str = 
     config = choose_config(problem, direction, target)
     shape = _shape(problem, config)
     # A wrong name is refused for the forward too.
-    chosen = schedules.resolve(schedule, shape, config.kernel)
+    chosen = schedules.resolve(schedule, shape, config.kernel, problem.q_per_kv)
     chosen = chosen if direction == "backward" else None
     _check_order(chosen, config)
     name = chosen.NAME if chosen else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 
 from fake_gpu import CURRENT_DEVICE, FakeArray
@@ -107,11 +108,21 @@ def install_jax(monkeypatch) -> ModuleType:
     jax.core = SimpleNamespace(Tracer=FakeTracer)
     jax.made = []
 
-    def empty(shape, dtype, device):
-        jax.made.append(FakeJaxArray(shape, dtype.name, (device.local_hardware_id,)))
+    chosen = []
+
+    @contextmanager
+    def default_device(device):
+        chosen.append(device)
+        yield
+        chosen.pop()
+
+    def empty(shape, dtype):
+        index = chosen[-1].local_hardware_id if chosen else CURRENT_DEVICE
+        jax.made.append(FakeJaxArray(shape, dtype.name, (index,)))
         return jax.made[-1]
 
     jax.numpy = SimpleNamespace(empty=empty)
+    jax.default_device = default_device
     jax.local_devices = lambda: [SimpleDevice("cpu", CURRENT_DEVICE), SimpleDevice("gpu", 0),
                                  SimpleDevice("gpu", 1)]
     jax.dlpack = SimpleNamespace(from_dlpack=lambda array: FakeJaxArray((), array=array))

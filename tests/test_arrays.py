@@ -149,7 +149,7 @@ def test_jax_arrays_of_a_call_inside_a_trace(gpu, monkeypatch):
     jax = install_jax(monkeypatch)
     x = FakeJaxArray(SHAPE)
     dashcupy.attention(x, x, x)
-    jax.numpy.empty = lambda shape, dtype, device: FakeTracer(shape, dtype.name)
+    jax.numpy.empty = lambda shape, dtype: FakeTracer(shape, dtype.name)
     with pytest.raises(InvalidInputError, match="while JAX traces.*dashcupy.jax.attention"):
         dashcupy.attention(x, x, x)
 

@@ -75,14 +75,20 @@ def test_tables():
              of_schedule("unordered", causal=False, ms=0.5),
              record(direction="forward", schedule=None, schedule_used=None, ms=0.5, tflops=500.0)]
     full = tables.full(found)
-    assert ("| 128 | causal | 4096 | 16 | 2.000 (344) | `descending` | 3.000 | - | 1.800 | 1.700 "
-            "| 1.50 |") in full
-    assert "| 128 | full | 4096 | 16 | 4.000 (344) | `ascending` | - | - | - | - | - |" in full
-    assert "| 128 | causal | 4096 | 16 | 0.500 (500) | - | - | - |" in full
+    assert "FA2, deterministic, ms | cuDNN, ms | FA3, ms | fastest other / dashcupy" in full
+    assert ("| 128 | causal | 4096 | 16 | 2.000 (344) | `descending` | 3.000 | 1.800 | 1.700 "
+            "| 0.85 |") in full
+    assert "| 128 | full | 4096 | 16 | 4.000 (344) | `ascending` | - | - | - | - |" in full
+    assert "| 128 | causal | 4096 | 16 | 0.500 (500) | - |" in full
     assert "equal bits in every repeat" in full and "NOT equal" not in full
     assert "NOT equal" in tables.full([record(same_bits=False)])
     assert tables.full([]) == tables.compact([]) == ""
-    assert "| backward | 128 | causal | - | - | 344 (1.50, 0.90) | - |" in tables.compact(found)
+    assert "| backward | 128 | causal | - | - | 344 (0.85, 1.50) | - |" in tables.compact(found)
+    assert tables.standing(found) == (
+        "Backward: as the fastest other kernel 0.85 to 0.85 times as fast, 0.85 in the geometric "
+        "mean of 1 cells; as the fastest deterministic one 1.50 to 1.50 times as fast, 1.50 in "
+        "the geometric mean of 1 cells.")
+    assert tables.standing([]) == "" and tables.families(found) == ["cuDNN", "FA2", "FA3"]
 
 
 def test_price_of_determinism():
@@ -95,7 +101,7 @@ def test_price_of_determinism():
     text = tables.price(found)
     assert "| 128 | causal | 4096 | 16 | `shortest_first` | 2.100 | 2.000 | 1.050 | no | 1.50 |" \
         in text
-    assert "1.050 in the geometric mean of 1 cells" in text and len(text.splitlines()) == 5
+    assert "1.050 in the geometric mean of 1 of the 24 cells" in text and len(text.splitlines()) == 5
     assert tables.price([r for r in found if r["schedule"] != "unordered"]) == ""
 
 

@@ -53,21 +53,21 @@ def supports(name: str, mask: str) -> bool:
     return mask.removesuffix("_top_left") in get(name).MASKS
 
 
-def resolve(name: str, shape: Shape, kernel: str = "") -> Schedule:
+def resolve(name: str, shape: Shape, kernel: str = "", q_per_kv: int = 1) -> Schedule:
     """The schedule that a request names, ``"auto"`` included, checked against the mask.
 
     Parameters
     ----------
     name, shape
-    kernel
-        Which kernel runs it: ``"auto"`` depends on it.
+    kernel, q_per_kv
+        Which kernel runs it, and how many q heads share a kv head: ``"auto"`` depends on both.
 
     Raises
     ------
     InvalidInputError
         The name is unknown, or the schedule is not defined for the mask of the shape.
     """
-    schedule = get(auto(shape, kernel) if name == "auto" else name)
+    schedule = get(auto(shape, kernel, q_per_kv) if name == "auto" else name)
     mask = "causal" if shape.causal else "full"
     if mask not in schedule.MASKS:
         others = ", ".join(repr(other) for other in names() if supports(other, mask))

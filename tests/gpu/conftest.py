@@ -35,7 +35,13 @@ def bounded_time(request, real_stderr):
 
 @pytest.fixture(autouse=True)
 def healthy_gpu(request, real_stderr, bounded_time):
-    """Stop when a test has left an error that no later call can clear; give large memory back."""
+    """Stop when a test has left an error that no later call can clear; give large memory back.
+
+    A test begins on GPU 0: XLA leaves another one current where there are several.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.set_device(0)
     yield
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():

@@ -68,6 +68,7 @@ def _jax():
 
 
 def _to_jax(x):
+    torch.cuda.set_device(x.device)  # XLA leaves another one current where there are several
     torch.cuda.synchronize()
     return _jax().dlpack.from_dlpack(x.contiguous())
 
@@ -95,6 +96,21 @@ def test_cupy_and_dlpack(framework, case):
     assert results["out"].dtype.name == results["dk"].dtype.name == case.dtype
     expect_same_bits({name: from_cupy(x) for name, x in results.items()}, run(case, inputs),
                      framework)
+
+
+@two_gpus
+def test_jax_on_the_second_gpu():
+    # Memory for results that JAX makes on GPU 0 and moves: it came after the kernels had written.
+    jax = _jax()
+    inputs = CASE.draw()
+    expected = run(CASE, inputs)
+    for _ in range(3):
+        results = _results(CASE, {name: jax.device_put(_to_jax(x), jax.devices()[1])
+                                  for name, x in inputs.items()})
+        assert all(x.devices() == {jax.devices()[1]} for x in results.values())
+        jax.block_until_ready(list(results.values()))
+        expect_same_bits({name: torch.from_dlpack(x).to(DEVICE) for name, x in results.items()},
+                         expected, "jax on GPU 1")
 
 
 @pytest.mark.parametrize("case", [CASE, HALF], ids=["bfloat16", "float16"])

@@ -22,7 +22,6 @@ NAMES = ("out", "dq", "dk", "dv")
 def needs_jax_on_the_gpu():
     if jax.default_backend() not in ("gpu", "cuda"):
         pytest.skip("JAX sees no GPU")
-    torch.cuda.set_device(0)
 
 
 # XLA leaves another GPU current where there are several; torch looks at that before it exports.
