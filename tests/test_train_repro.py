@@ -25,8 +25,10 @@ def _bench():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT))
         from bench.repro import settings
+        reduced = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
         for name in settings.ENVIRONMENT:
-            patch.delenv(name, raising=False)
+            patch.setenv(name, "")  # of a name that is not set, delenv alone puts nothing back
+            patch.delenv(name)
         torch.set_num_threads(1)  # a shared machine: threads that wait for each other take seconds
         try:
             yield
@@ -34,12 +36,21 @@ def _bench():
             torch.set_num_threads(threads)
             torch.use_deterministic_algorithms(False)
             torch.utils.deterministic.fill_uninitialized_memory = fill
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = reduced
 
 
 @pytest.fixture(autouse=True)
 def _environment():
     with _bench():
         yield
+
+
+def test_nothing_is_left_to_other_tests():
+    # Another algorithm of cuBLAS in the GPU tests of this process, another ring of NCCL.
+    with _bench():
+        from bench.repro import settings
+        settings.apply()
+    assert not settings.ENVIRONMENT.keys() & os.environ.keys()
 
 
 def _main(*arguments):
