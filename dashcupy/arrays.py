@@ -275,17 +275,13 @@ class _Jax(Framework):
         device = next(d for d in self._jax.local_devices()
                       if d.platform in ("gpu", "cuda") and d.local_hardware_id == like.device)
 
-        def allocate():
-            # With device= JAX makes them on its default GPU and moves them: on another GPU they
-            # arrived after the kernels had written there.
+        def make():
+            # device= would make it on JAX's default GPU and move it: it came after our kernels.
             with self._jax.default_device(device):
                 x = self._concrete(self._jax.numpy.empty(shape, numpy_dtype(dtype)))
-            return require_cupy().from_dlpack(x)
-
-        def make():
-            view = driver.sheltered(like.device, allocate)
+            view = require_cupy().from_dlpack(x)
             return view, view.data.ptr
-        return make
+        return functools.partial(driver.sheltered, like.device, make)
 
     def deliver(self, result):
         # JAX passes its stream to CuPy, which makes it wait for the kernels just launched.
