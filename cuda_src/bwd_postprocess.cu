@@ -35,6 +35,7 @@ extern "C" __global__ void __launch_bounds__(N_THREAD)
     wait_for_kernels_before();
     return;
   }
+  if (DC_DEBUG) wait_for_kernels_before();  // bounded waits are for turns, not for a whole backward
   if (threadIdx.x < N_SUM)
     turnstile_wait(params.dq_semaphore + i64(blockIdx.x) * DC_SEMAPHORE_STRIDE + threadIdx.x,
                    Turn{int(blockIdx.x), -1, q_tile, u32(n_part)}, params.report);
