@@ -14,6 +14,10 @@ import numpy as np
 
 from .problem import Problem
 
+# What a sum may err, in eps of its precision and of the sum of its terms' sizes: tensor cores cut
+# off what does not fit, where the plain formula rounds to nearest and may make no error at all.
+_SUM_ROUNDINGS = 4
+
 
 def attention_reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, *, mask: str = "full",
                         scale: float | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -43,6 +47,31 @@ def attention_backward_reference(dout: np.ndarray, q: np.ndarray, k: np.ndarray,
                                  ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """dq, dk, dv in float64, in the shapes of q, k, v; arguments as :func:`attention_reference`."""
     return _backward(dout, q, k, v, mask, scale, _Exact())
+
+
+def attention_backward_terms(dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, *,
+                             mask: str = "full", scale: float | None = None
+                             ) -> tuple[np.ndarray, np.ndarray]:
+    """dq and dk with the sizes of all terms of ``dout v^T``, without delta.
+
+    Where a row sees one key, ``dout v^T`` cancels against delta: dq and dk are exactly 0, and what
+    a right result errs depends on these sizes alone.
+
+    Returns
+    -------
+    dq_terms, dk_terms : ndarray, float64, shapes of ``q`` and ``k``
+        For :func:`error_report`. Arguments as :func:`attention_reference`.
+    """
+    problem = _problem(q, k, mask, scale)
+    dq_terms, dk_terms = np.zeros(q.shape), np.zeros(k.shape)
+    for batch, head, kv_head in _heads(problem):
+        q_, k_, v_, dout_ = (_Exact.operand(array) for array in (
+            q[batch, :, head], k[batch, :, kv_head], v[batch, :, kv_head], dout[batch, :, head]))
+        p, _ = _softmax(q_, k_, problem)
+        terms = p * (np.abs(dout_) @ np.abs(v_).T)
+        dk_terms[batch, :, kv_head] += problem.scale * (terms.T @ np.abs(q_))
+        dq_terms[batch, :, head] = problem.scale * (terms @ np.abs(k_))
+    return dq_terms, dk_terms
 
 
 def attention_yardstick(q: np.ndarray, k: np.ndarray, v: np.ndarray, *, mask: str = "full",
@@ -87,7 +116,8 @@ class ErrorReport:
 
 
 def error_report(got: np.ndarray, truth: np.ndarray, yardstick: np.ndarray, *,
-                 factor: float = 2.0, floor: float | None = None) -> ErrorReport:
+                 factor: float = 2.0, floor: float | None = None,
+                 terms: np.ndarray | None = None) -> ErrorReport:
     """Compare a result with the truth, allowing a multiple of what the plain formula errs.
 
     Parameters
@@ -104,6 +134,10 @@ def error_report(got: np.ndarray, truth: np.ndarray, yardstick: np.ndarray, *,
         Absolute error that is always allowed, for results that should cancel to 0. The default
         suits inputs of unit size: some tens of roundings of float32 sums; more for float64, where
         the truth is no more precise than the result. Scale it with the inputs.
+    terms : ndarray, float64, optional
+        For dq and dk, from :func:`attention_backward_terms`: 4 roundings of these sizes, in the
+        precision of the sums (float32, or float64 for float64), are allowed on top. Without them,
+        values that cancel to 0 would be judged by the yardstick's noise, which may be 0 too.
 
     Returns
     -------
@@ -119,13 +153,15 @@ def error_report(got: np.ndarray, truth: np.ndarray, yardstick: np.ndarray, *,
     size = np.abs(truth[np.isfinite(truth)])
     norm = float(np.linalg.norm(size))
     unit = norm if norm > 0 else 1.0
+    sums = np.zeros(()) if terms is None else \
+        _SUM_ROUNDINGS * np.finfo(_Rounded(got.dtype).sums).eps * terms
     return ErrorReport(
         max_error=float(error.max(initial=0)),
         max_bound=factor * float(allowed.max(initial=0)) + 2 * eps * float(size.max(initial=0))
-        + floor,
+        + floor + float(sums.max(initial=0)),
         frobenius_error=float(np.linalg.norm(error)) / unit,
         frobenius_bound=(factor * float(np.linalg.norm(allowed)) + eps * norm
-                         + floor * truth.size ** 0.5) / unit)
+                         + floor * truth.size ** 0.5 + float(np.linalg.norm(sums))) / unit)
 
 
 def default_floor(dtype: np.dtype) -> float:

@@ -14,7 +14,7 @@ from dashcupy.check import cases, command, device, inputs, process, run, subject
 from dashcupy.errors import HangError, UnsupportedError
 from dashcupy.plan import make_plan
 from dashcupy.problem import Problem
-from dashcupy.reference import attention_backward_reference, attention_reference
+from dashcupy.reference import attention_reference
 
 SMALL = ["check", "--device", "cpu", "--batch", "2", "--len", "70", "--kv-len", "90", "--heads",
          "4", "--kv-heads", "2", "--head-dim", "16", "--dtype", "float16", "--causal",
@@ -278,27 +278,6 @@ def test_inputs_are_as_hard_as_they_say():
     assert np.median(weights.max(axis=1) / weights.sum(axis=1)) > 0.95
 
 
-def test_tensor_cores_are_no_fault():
-    """Sums of scores near -1400 that are cut off after every 16 columns, always downwards: an H200
-    was told that its lse was wrong. An error ten times as large still is one."""
-    problem = Problem(1, 64, 512, 1, 1, 128, "bfloat16", "full", 128 ** -0.5)
-    made = inputs.make_inputs("deep", problem)
-    q, k = (made[name][0, :, 0].astype(float) for name in "qk")
-    scores = np.zeros((64, 512))
-    for column in range(0, 128, 16):
-        scores += q[:, column:column + 16] @ k[:, column:column + 16].T
-        ulp = 2.0 ** (np.floor(np.log2(np.abs(scores))) - 23)
-        scores = np.trunc(scores / ulp) * ulp
-    scores *= problem.scale
-    top = scores.max(axis=1)
-    lse = top + np.log(np.exp(scores - top[:, None]).sum(axis=1))
-    compare = truth.Truth(problem, made).compare
-    exact = compare("lse", lse[None, None])[0]
-    assert exact.ok and exact.max_error > 1e-5
-    wrong = compare("lse", lse[None, None] + 1e-3)[0]
-    assert not wrong.ok
-
-
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("dtype, scale", [
     ("float16", "1e30"), ("float16", "1e-30"), ("float32", "5e37"), ("float64", "1e200"),
@@ -310,17 +289,6 @@ def test_values_that_cannot_be_judged_are_refused(capsys, dtype, scale):
     captured = capsys.readouterr()
     assert f"what {dtype} can hold" in captured.err and captured.err.count("\n") == 1
     assert "give a scale nearer to the default, 0.25" in captured.err
-
-
-def test_gradients_of_a_tiny_scale_are_judged():
-    """They are as small as the scale: an error of 2**-18 would be allowed to all of them."""
-    problem = Problem(1, 40, 40, 1, 1, 16, "float32", "full", 1e-9)
-    made = inputs.make_inputs("normal", problem)
-    compare = truth.Truth(problem, made).compare
-    exact = attention_backward_reference(*(made[x] for x in ("dout", "q", "k", "v")), scale=1e-9)
-    for name, x in zip(("dq", "dk"), exact):
-        assert compare(name, x.astype(np.float32))[0].ok
-        assert not compare(name, np.zeros(x.shape, np.float32))[0].ok
 
 
 def test_inputs_have_the_same_bytes_on_every_machine():

@@ -13,6 +13,7 @@ from dashcupy.errors import InvalidInputError
 from dashcupy.problem import Problem
 from dashcupy.reference import (
     attention_backward_reference,
+    attention_backward_terms,
     attention_backward_yardstick,
     attention_reference,
     attention_yardstick,
@@ -66,13 +67,22 @@ def yardstick_of(q, k, v, dout, mask):
             *attention_backward_yardstick(dout, q, k, v, mask=mask))
 
 
+def terms_of(q, k, v, dout, mask):
+    return dict(zip(("dq", "dk"), attention_backward_terms(dout, q, k, v, mask=mask)))
+
+
+def expected_of(inputs, mask):
+    """What a result is compared with: truth, yardstick and terms."""
+    return truth_of(*inputs, mask), yardstick_of(*inputs, mask), terms_of(*inputs, mask)
+
+
 def check(inputs, mask="full", tiles=SMALL, schedule="auto", floor=None, expected=None):
     """Run and compare all five results; returns them."""
     results = run(*inputs, mask, tiles, schedule)
-    truth, yardstick = expected or (truth_of(*inputs, mask), yardstick_of(*inputs, mask))
+    truth, yardstick, terms = expected or expected_of(inputs, mask)
     for name, got, right, plain in zip(NAMES, results, truth, yardstick):
         report = error_report(got, right, plain, factor=2 if name in ("out", "lse") else 3,
-                              floor=floor)
+                              floor=floor, terms=terms.get(name))
         assert report, f"{name}: {report}"
         assert got.dtype == (plain.dtype if name == "lse" else inputs[0].dtype)
     return results
@@ -86,10 +96,9 @@ LENGTHS = ((1, 1), (15, 15), (16, 17), (31, 33), (32, 32), (33, 31), (100, 37), 
 
 @functools.cache
 def around_tiles(dtype, mask):
-    """(inputs, (truth, yardstick)) for each of LENGTHS; the same for all schedules."""
+    """(inputs, what is expected) for each of LENGTHS; the same for all schedules."""
     all_inputs = [draw(dtype, *lengths) for lengths in LENGTHS]
-    return [(inputs, (truth_of(*inputs, mask), yardstick_of(*inputs, mask)))
-            for inputs in all_inputs]
+    return [(inputs, expected_of(inputs, mask)) for inputs in all_inputs]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -17,6 +17,7 @@ from dashcupy.errors import DashcupyError
 from dashcupy.problem import CAUSAL_OF_MASK, MASKS, Problem
 from dashcupy.reference import (
     attention_backward_reference,
+    attention_backward_terms,
     attention_backward_yardstick,
     attention_reference,
     attention_yardstick,
@@ -82,10 +83,11 @@ def test_values(problem, tiles):
              *attention_backward_reference(dout, q, k, v, **options))
     plain = (*attention_yardstick(q, k, v, **options),
              *attention_backward_yardstick(dout, q, k, v, **options))
+    terms = dict(zip(("dq", "dk"), attention_backward_terms(dout, q, k, v, **options)))
     for name, got, right, fair in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), exact,
                                       plain):
         report = error_report(got, right, fair, factor=2 if name in ("out", "lse") else 3,
-                              floor=_floor(got, right))
+                              floor=_floor(got, right), terms=terms.get(name))
         assert report, f"{name}: {report}"
         assert got.dtype == fair.dtype and got.shape == right.shape
 

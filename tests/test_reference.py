@@ -9,6 +9,7 @@ import pytest
 from dashcupy.errors import InvalidInputError
 from dashcupy.reference import (
     attention_backward_reference,
+    attention_backward_terms,
     attention_backward_yardstick,
     attention_reference,
     attention_yardstick,
@@ -108,6 +109,22 @@ def test_empty_lengths_give_zeros(q_len, kv_len):
         assert gradient.shape == like.shape and not gradient.any()
 
 
+def test_terms_by_hand():
+    """Rows of one, two and no keys, two q heads to a kv head: the sizes of all terms, no delta."""
+    q, k, v, dout = draw(9, (1, 3, 2, 4), (1, 2, 1, 4), (1, 2, 1, 4), (1, 3, 2, 4))
+    _, lse = attention_reference(q, k, v, mask="causal", scale=3.0)
+    dq, dk = np.zeros(q.shape), np.zeros(k.shape)
+    for head, row, key in np.ndindex(2, 3, 2):
+        if key <= row - 1:
+            weight = math.exp(3.0 * (q[0, row, head] @ k[0, key, 0]) - lse[0, head, row])
+            term = 3.0 * weight * sum(abs(dout[0, row, head] * v[0, key, 0]))
+            dq[0, row, head] += term * abs(k[0, key, 0])
+            dk[0, key, 0] += term * abs(q[0, row, head])
+    for got, want in zip(attention_backward_terms(dout, q, k, v, mask="causal", scale=3.0),
+                         (dq, dk)):
+        np.testing.assert_allclose(got, want, rtol=1e-13)
+
+
 def test_bad_arguments_are_refused():
     q, k, v = draw(6, (1, 2, 3, 4), (1, 2, 2, 4), (1, 2, 2, 4))
     with pytest.raises(InvalidInputError, match="multiple of the number of kv heads"):
@@ -175,6 +192,17 @@ def test_report_compares_infinite_lse():
     assert error_report(truth.astype(np.float32), truth, truth.astype(np.float32))
     for wrong in ([0.0, 1.0], [INF, 1.0], [-INF, -INF], [np.nan, 1.0]):
         assert not error_report(np.float32(wrong), truth, truth.astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype, eps", [(np.float16, 2.0 ** -23), (ml_dtypes.bfloat16, 2.0 ** -23),
+                                        (np.float32, 2.0 ** -23), (np.float64, 2.0 ** -52)])
+def test_terms_allow_roundings_of_the_sums(dtype, eps):
+    """Of float32 unless the sums are float64; nothing more, and nothing where there are none."""
+    zeros, terms = np.zeros(3), np.array([0.5, 8.0, 0.0])
+    for error, ok in ((31 * eps, True), (33 * eps, False), (np.nan, False)):
+        got = np.array([0, error, 0]).astype(dtype)
+        assert error_report(got, zeros, zeros, floor=0.0, terms=terms).ok == ok
+        assert not error_report(got, zeros, zeros, floor=0.0)
 
 
 def test_an_infinite_bound_is_none():

@@ -11,6 +11,7 @@ from ..problem import Problem
 from ..reference import (
     ErrorReport,
     attention_backward_reference,
+    attention_backward_terms,
     attention_backward_yardstick,
     attention_reference,
     attention_yardstick,
@@ -83,7 +84,8 @@ class Truth:
             # Multiples of the scale: beside those of a tiny one the default would allow anything.
             share = min(1.0, self._problem.scale * self._problem.head_dim ** 0.5)
             floor = max(share * default_floor(got.dtype), _LEAST_FLOOR)
-        return error_report(got, exact, self._plain[name], factor=factor, floor=floor)
+        return error_report(got, exact, self._plain[name], factor=factor, floor=floor,
+                            terms=self._exact.get(f"{name}_terms"))
 
     def _judge_plain(self) -> None:
         """The plain formula is within its own bounds, unless it overflows or they do."""
@@ -137,7 +139,10 @@ def reference_scores(problem: Problem) -> int:
 
 def references(problem: Problem, inputs: dict[str, np.ndarray]
                ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Float64 results and those of the plain formula in the precision of the inputs."""
+    """Float64 results and those of the plain formula in the precision of the inputs.
+
+    The former with ``dq_terms`` and ``dk_terms``, from `attention_backward_terms`.
+    """
     q, k, v, dout = (inputs[name] for name in ("q", "k", "v", "dout"))
     options = {"mask": problem.mask, "scale": problem.scale}
     results = []
@@ -147,4 +152,7 @@ def references(problem: Problem, inputs: dict[str, np.ndarray]
             out, lse = forward(q, k, v, **options)
             dq, dk, dv = backward(dout, q, k, v, **options)
         results.append({"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv})
-    return results[0], results[1]
+    exact, plain = results
+    with np.errstate(over="ignore", invalid="ignore"):
+        exact["dq_terms"], exact["dk_terms"] = attention_backward_terms(dout, q, k, v, **options)
+    return exact, plain

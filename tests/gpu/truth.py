@@ -45,8 +45,7 @@ def attention(q, k, v, dout, mask: str, scale: float | None = None, dtype=None) 
     -------
     dict
         ``out, lse, dq, dk, dv``; float64, or for the yardstick rounded to ``dtype`` (lse: float32).
-        In float64 also ``dq_terms, dk_terms``: dq and dk with the sizes of all terms of
-        ``dout v^T``, which cancel against delta where a row sees one key.
+        In float64 also ``dq_terms, dk_terms``, as ``attention_backward_terms`` of the reference.
     """
     sums = torch.float64 if dtype is None else torch.float32
 
@@ -105,11 +104,7 @@ def _lse_fault(got, truth) -> list[str]:
 
 
 def _fault(name: str, got, truth, yardstick, terms) -> list[str]:
-    """The rule of ``dashcupy.reference.error_report``, and what sums of ``terms`` may err.
-
-    Without the latter dq and dk that are exactly 0, as with a single key, would be judged by the
-    yardstick's noise alone.
-    """
+    """The rule of ``dashcupy.reference.error_report``."""
     eps, factor = torch.finfo(got.dtype).eps, FACTOR[name]
     error, fair = (got.double() - truth).abs(), (yardstick.double() - truth).abs()
     norm = truth.norm()
