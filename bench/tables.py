@@ -57,7 +57,8 @@ def _full(direction: str, found: Sequence[Mapping]) -> str:
     is_backward = direction == "backward"
     lines = table(["head_dim", "mask", "len", "heads", "dashcupy, ms (TFLOP/s)",
                    *(["schedule"] * is_backward),
-                   *(f"{PEERS.get(name, name)}, ms" for name in columns), "fastest other / dashcupy"])
+                   *(f"{PEERS.get(name, name)}, ms" for name in columns),
+                   "fastest other / dashcupy"])
     for cell in sorted({records.cell_of(r) for r in found}):
         of_cell = _of(found, direction, cell)
         mine = fastest(of_cell)

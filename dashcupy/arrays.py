@@ -279,8 +279,7 @@ class _Jax(Framework):
             # device= would make it on JAX's default GPU and move it: it came after our kernels.
             with self._jax.default_device(device):
                 x = self._concrete(self._jax.numpy.empty(shape, numpy_dtype(dtype)))
-            view = require_cupy().from_dlpack(x)
-            return view, view.data.ptr
+            return (view := require_cupy().from_dlpack(x)), view.data.ptr
         return functools.partial(driver.sheltered, like.device, make)
 
     def deliver(self, result):

@@ -14,7 +14,7 @@ import numpy as np
 
 from .problem import Problem
 
-# What a sum may err, in eps of its precision and of the sum of its terms' sizes: tensor cores cut
+# What a sum of tensor cores may err, in eps of float32 and of the sum of its terms' sizes: they cut
 # off what does not fit, where the plain formula rounds to nearest and may make no error at all.
 _SUM_ROUNDINGS = 4
 
@@ -135,9 +135,9 @@ def error_report(got: np.ndarray, truth: np.ndarray, yardstick: np.ndarray, *,
         suits inputs of unit size: some tens of roundings of float32 sums; more for float64, where
         the truth is no more precise than the result. Scale it with the inputs.
     terms : ndarray, float64, optional
-        For dq and dk, from :func:`attention_backward_terms`: 4 roundings of these sizes, in the
-        precision of the sums (float32, or float64 for float64), are allowed on top. Without them,
-        values that cancel to 0 would be judged by the yardstick's noise, which may be 0 too.
+        For dq and dk, from :func:`attention_backward_terms`: 4 float32 roundings of these sizes
+        are allowed on top to 16-bit dtypes, which tensor cores sum. Without them, values that
+        cancel to 0 would be judged by the yardstick's noise, which may be 0 too.
 
     Returns
     -------
@@ -153,8 +153,8 @@ def error_report(got: np.ndarray, truth: np.ndarray, yardstick: np.ndarray, *,
     size = np.abs(truth[np.isfinite(truth)])
     norm = float(np.linalg.norm(size))
     unit = norm if norm > 0 else 1.0
-    sums = np.zeros(()) if terms is None else \
-        _SUM_ROUNDINGS * np.finfo(_Rounded(got.dtype).sums).eps * terms
+    sums = np.zeros(()) if terms is None or got.itemsize > 2 else \
+        _SUM_ROUNDINGS * np.finfo(np.float32).eps * terms
     return ErrorReport(
         max_error=float(error.max(initial=0)),
         max_bound=factor * float(allowed.max(initial=0)) + 2 * eps * float(size.max(initial=0))

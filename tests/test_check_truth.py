@@ -33,7 +33,7 @@ def test_tensor_cores_are_no_fault():
     assert not wrong.ok
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("head_dim", [8, 128])
 @pytest.mark.parametrize("kind", ["deep", "one_hot"])
 def test_gradients_of_a_single_key(kind, head_dim, dtype):
