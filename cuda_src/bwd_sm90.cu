@@ -24,13 +24,9 @@
 extern "C" __global__ void __launch_bounds__(N_THREAD, 1)
     bwd_sm90(const __grid_constant__ BackwardParams params,
              const __grid_constant__ BackwardMaps maps) {
-  extern __shared__ __align__(1024) u8 smem_bytes[];
-  SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_bytes);
   const int warpgroup = warpgroup_index(), warp = warp_in_warpgroup();
   const int lane = threadIdx.x % WARP_SIZE;
-  if (threadIdx.x == 0) init_barriers(smem);
-  __syncthreads();
-  wait_for_kernels_before();  // row values, semaphores, counter
+  SharedStorage& smem = open_shared_storage();
   if (warpgroup == 0) {
     drop_registers<HELPER_REGISTERS>();
     if (warp == PLANNER_WARP)

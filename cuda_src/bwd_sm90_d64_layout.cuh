@@ -83,32 +83,24 @@ DC_FN void note_left(SharedStorage& smem, int n, int left) { smem.steps_left[n] 
 
 DC_FN void init_barriers(SharedStorage& smem) {
   Barriers& b = smem.barriers;
-  const auto init = [](const u64& barrier, int count) {
-    mbarrier_init(smem_address(&barrier), count);
-  };
 #pragma unroll
   for (int s = 0; s < N_STAGE; ++s) {
-    init(b.stage_full[s], 1);
-    init(b.stage_empty[s], GRADIENT_WARPS);
+    init_barrier(b.stage_full[s], 1);
+    init_barrier(b.stage_empty[s], GRADIENT_WARPS);
   }
 #pragma unroll
   for (int s = 0; s < N_KV_STAGE; ++s) {
-    init(b.kv_full[s], 1);
-    init(b.kv_empty[s], SOFTMAX_WARPS);
+    init_barrier(b.kv_full[s], 1);
+    init_barrier(b.kv_empty[s], SOFTMAX_WARPS);
   }
 #pragma unroll
   for (int w = 0; w < N_SOFTMAX; ++w) {
-    init(b.scores_full[w], 4);
-    init(b.scores_empty[w], GRADIENT_WARPS);
-    init(b.turn[w], 1);
-    init(b.dq_added[w], 4);
+    init_barrier(b.scores_full[w], 4);
+    init_barrier(b.scores_empty[w], GRADIENT_WARPS);
+    init_barrier(b.turn[w], 1);
+    init_barrier(b.dq_added[w], 4);
   }
-#pragma unroll
-  for (int s = 0; s < N_BATCH; ++s) {
-    init(b.batch_full[s], 1);
-    init(b.batch_begun[s], 1);
-    init(b.batch_empty[s], BATCH_READERS);
-  }
-  init(b.turns_came, N_SOFTMAX);
+  init_batch_barriers(b, BATCH_READERS);
+  init_barrier(b.turns_came, N_SOFTMAX);
   mbarrier_init_fence();
 }

@@ -78,27 +78,19 @@ DC_FN void note_left(SharedStorage&, int, int) {}  // nobody asks
 
 DC_FN void init_barriers(SharedStorage& smem) {
   Barriers& b = smem.barriers;
-  const auto init = [](const u64& barrier, int count) {
-    mbarrier_init(smem_address(&barrier), count);
-  };
 #pragma unroll
   for (int s = 0; s < N_STAGE; ++s) {
-    init(b.q_full[s], 1);
-    init(b.dout_full[s], 1);
-    init(b.stage_empty[s], CONSUMER_WARPS);
-    init(b.ds_full[s], CONSUMER_WARPS);
-    init(b.dq_full[s], CONSUMER_WARPS);
-    init(b.dq_empty[s], 1);
+    init_barrier(b.q_full[s], 1);
+    init_barrier(b.dout_full[s], 1);
+    init_barrier(b.stage_empty[s], CONSUMER_WARPS);
+    init_barrier(b.ds_full[s], CONSUMER_WARPS);
+    init_barrier(b.dq_full[s], CONSUMER_WARPS);
+    init_barrier(b.dq_empty[s], 1);
   }
-#pragma unroll
-  for (int s = 0; s < N_BATCH; ++s) {
-    init(b.batch_full[s], 1);
-    init(b.batch_begun[s], 1);
-    init(b.batch_empty[s], BATCH_READERS);
-  }
-  init(b.kv_full, 1);
-  init(b.v_empty, CONSUMER_WARPS);
-  init(b.k_empty, CONSUMER_WARPS);
-  init(b.turns_came, N_WRITER);
+  init_batch_barriers(b, BATCH_READERS);
+  init_barrier(b.kv_full, 1);
+  init_barrier(b.v_empty, CONSUMER_WARPS);
+  init_barrier(b.k_empty, CONSUMER_WARPS);
+  init_barrier(b.turns_came, N_WRITER);
   mbarrier_init_fence();
 }

@@ -5,6 +5,16 @@
 // note_left, which keeps how many steps the kv tile has from a batch on, if anybody asks.
 #pragma once
 
+// What every thread of a Hopper backward does first.
+DC_FN SharedStorage& open_shared_storage() {
+  extern __shared__ __align__(1024) u8 smem_bytes[];
+  SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_bytes);
+  if (threadIdx.x == 0) init_barriers(smem);
+  __syncthreads();
+  wait_for_kernels_before();  // row values, semaphores, counter
+  return smem;
+}
+
 // Writes batch n: steps from `done` on of a kv tile, up to BATCH_STEPS and as far as all or none
 // need a mask. Returns how many.
 DC_FN int plan_batch(SharedStorage& smem, const BackwardParams& params,

@@ -33,6 +33,20 @@ struct Batch {
   int batch, kv_head, row0;  // row0: first key
 };
 
+DC_FN void init_barrier(const u64& barrier, int count) {
+  mbarrier_init(smem_address(&barrier), count);
+}
+
+template <class Barriers>
+DC_FN void init_batch_barriers(const Barriers& b, int n_reader) {
+#pragma unroll
+  for (int s = 0; s < N_BATCH; ++s) {
+    init_barrier(b.batch_full[s], 1);
+    init_barrier(b.batch_begun[s], 1);
+    init_barrier(b.batch_empty[s], n_reader);
+  }
+}
+
 // Parity of use number n of a barrier whose first wait must pass (empty) or block (full).
 DC_FN u32 full_parity(int n) { return u32(n) & 1; }
 DC_FN u32 empty_parity(int n) { return (u32(n) & 1) ^ 1; }
