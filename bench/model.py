@@ -184,7 +184,7 @@ def path_of(results: Path) -> Path:
 def read(results: Path) -> dict | None:
     """The model that belongs to a results file; None if there is none."""
     path = path_of(results)
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return records.load(path) if path.is_file() else None
 
 
 def write(results: Path, model: Mapping) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 import dashcupy
+from dashcupy import driver
 from dashcupy.errors import UnsupportedError
 from dashcupy.plan import make_plan
 from dashcupy.problem import Problem
@@ -152,6 +153,8 @@ def main(arguments: list[str] | None = None) -> int:
     if missing:
         raise UnsupportedError(f"{' and '.join(missing)} not installed; give --framework with "
                                f"another, or --framework none for what needs no GPU")
+    if chosen:
+        driver.device(0)  # a clear error where there is no GPU
     records = report("any", new_plans(), lambda: None, options.rounds)
     if importlib.util.find_spec("torch"):
         records += around_nothing(options.rounds)

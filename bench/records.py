@@ -32,10 +32,26 @@ def read(path: Path = RESULTS) -> list[dict]:
     InvalidInputError
         The file holds something else.
     """
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
-    if not isinstance(found, list) or not all(set(KEY) <= set(record) for record in found):
+    found = load(path) if path.is_file() else []
+    if not isinstance(found, list) or not all(
+            isinstance(record, dict) and set(KEY) <= set(record) for record in found):
         raise InvalidInputError(f"{path} is no list of records; give another file")
     return found
+
+
+def load(path: Path) -> object:
+    """What a file of JSON holds.
+
+    Raises
+    ------
+    InvalidInputError
+        It cannot be read, or is no JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(f"{path} is no file of JSON ({error}); give another file, or make "
+                                f"it again") from error
 
 
 def merge(old: Iterable[Mapping], new: Iterable[Mapping]) -> list[dict]:

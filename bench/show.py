@@ -20,7 +20,7 @@ PICTURES = "plots"  # folder beside the results
 def short(found: Sequence[Mapping], results: Path, readme: Path) -> str:
     """What the README shows: some lengths, pictures, and where all cells stand."""
     directions = sorted({r["direction"] for r in found})
-    parts = [tables.caption("Measured", found),
+    parts = [tables.caption("Measured", tables.standard(found) or found),
              "TFLOP/s of dashcupy by length; in brackets how many times as fast it is as the "
              f"fastest other kernel of the same run ({', '.join(tables.families(found))}: "
              "deterministic or not) and, backward, as the fastest deterministic one:",
@@ -140,6 +140,8 @@ def main(arguments: list[str] | None = None) -> int:
                              f"beside the results (and between {' and '.join(TRAINING)} there), "
                              f"and draw the pictures")
     options = parser.parse_args(arguments)
+    if options.write and not options.write.is_file():
+        parser.error(f"{options.write} does not exist")
     for path in options.merge:
         if not path.is_file():
             parser.error(f"{path} does not exist")

@@ -185,6 +185,11 @@ def fastest_peer(of_cell: Iterable[Mapping], only_deterministic: bool = False) -
     return min(others, key=lambda r: r["ms"], default=None)
 
 
+def standard(found: Iterable[Mapping]) -> list[Mapping]:
+    """Those of the 24 cells of head_dim 64 and 128."""
+    return [r for r in found if records.cell_of(r) in _STANDARD]
+
+
 def families(found: Iterable[Mapping]) -> list[str]:
     """Names of the peers that were measured, without their modes."""
     measured = {r["peer"].removesuffix("_det") for r in found} - {"dashcupy"}

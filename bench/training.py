@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from dashcupy.errors import InvalidInputError
 
-from . import tables
+from . import records, tables
 
 FORMAT = "dashcupy training summary 1"
 
@@ -30,8 +29,8 @@ def read(results: Path) -> dict | None:
     path = path_of(results)
     if not path.is_file():
         return None
-    made = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(made, dict) or made.get("format") != FORMAT:
+    made = records.load(path)
+    if not isinstance(made, dict) or made.get("format") != FORMAT or "runs" not in made:
         raise InvalidInputError(f"{path} is no summary of training runs; write it with "
                                 f"bench.train_repro --compare A B --summary {path}")
     return made

@@ -1,8 +1,9 @@
 // The Hopper backwards, the planner: works from the counter, as batches of steps.
 //
 // Included behind a layout: SharedStorage with `batches`, barriers batch_full, batch_begun,
-// batch_empty and turns_came, and init_barriers; Q_TILE, KV_TILE; needs_mask, which says whether keys of a step must be hidden;
-// note_left, which keeps how many steps the kv tile has from a batch on, if anybody asks.
+// batch_empty and turns_came, and init_barriers; Q_TILE, KV_TILE; needs_mask, which says whether
+// keys of a step must be hidden; note_left, which keeps how many steps the kv tile has from a batch
+// on, if anybody asks.
 #pragma once
 
 // What every thread of a Hopper backward does first.

@@ -65,6 +65,19 @@ def test_a_schedule_by_name_is_taken_before_auto():
     assert sorted(r["ms"] for r in found.values()) == [1.0, 3.0]
 
 
+@pytest.mark.parametrize("text", ["", "not JSON", "[1, 2]", "{}", "[{}]", b"\xff"])
+def test_files_that_hold_something_else(tmp_path, capsys, text):
+    # A traceback instead of the name of the file; README.md given for the results, say.
+    from bench import records, show
+    path = tmp_path / "card.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(InvalidInputError, match="card.json"):
+        records.read(path)
+    with pytest.raises(SystemExit):
+        show.main(["--results", str(path), "--write", str(tmp_path / "no" / "README.md")])
+    assert "README.md does not exist" in capsys.readouterr().err
+
+
 def test_tables():
     # A column that shows another peer's time, ours of another cell, or ours without an order.
     from bench import tables
