@@ -32,8 +32,7 @@ def compact(found: Sequence[Mapping]) -> str:
             if mine is None:
                 row.append("-")
                 continue
-            modes = (False, True) if direction == "backward" else (False,)
-            ratios = [_ratio(fastest_peer(of_cell, only), mine) for only in modes]
+            ratios = [_ratio(fastest_peer(of_cell, only), mine) for only in _modes(direction)]
             row.append(f"{mine['tflops']:.0f} ({', '.join(ratios)})")
         if set(row) != {"-"}:
             lines.append(_row([direction, str(head_dim), mask(causal), *row]))
@@ -200,21 +199,24 @@ def standing(found: Sequence[Mapping]) -> str:
     """A sentence for each direction: ours beside the fastest others in the cells that have them."""
     lines = []
     for direction in DIRECTIONS:
-        pairs = {only: [] for only in (False, True)}
-        for cell in sorted({records.cell_of(r) for r in found}):
-            of_cell = _of(found, direction, cell)
-            mine = fastest(of_cell) if cell in _STANDARD else None
-            for only, ratios in pairs.items():
-                if mine and (other := fastest_peer(of_cell, only)):
-                    ratios.append(other["ms"] / mine["ms"])
-        text = [f"{name} {min(ratios):.2f} to {max(ratios):.2f} times as fast, "
-                f"{geometric_mean(ratios):.2f} in the geometric mean of {len(ratios)} cells"
-                for name, ratios in (("as the fastest other kernel", pairs[False]),
-                                     ("as the fastest deterministic one", pairs[True])) if ratios
-                and (direction == "backward" or name == "as the fastest other kernel")]
+        of_cells = [_of(found, direction, cell) for cell in sorted(_STANDARD)]
+        text = []
+        for only in _modes(direction):
+            ratios = [other["ms"] / mine["ms"] for of_cell in of_cells
+                      if (mine := fastest(of_cell)) and (other := fastest_peer(of_cell, only))]
+            if ratios:
+                name = "as the fastest deterministic one" if only else "as the fastest other kernel"
+                text.append(
+                    f"{name} {min(ratios):.2f} to {max(ratios):.2f} times as fast, "
+                    f"{geometric_mean(ratios):.2f} in the geometric mean of {len(ratios)} cells")
         if text:
             lines.append(f"{direction.capitalize()}: {'; '.join(text)}.")
     return "\n".join(lines)
+
+
+def _modes(direction: str) -> tuple[bool, ...]:
+    """Whether only deterministic peers count; in the forward, where all are, there is one way."""
+    return (False, True) if direction == "backward" else (False,)
 
 
 def geometric_mean(values: Sequence[float]) -> float:

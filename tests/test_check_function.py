@@ -142,6 +142,8 @@ class TestTorch:
         monkeypatch.setattr(truth, "MAX_HEAD_SCORES", 1000)
         status, _, error = checked(PLAIN, "f", "--causal", "--kv-len", "50")
         assert status == 2 and "give --causal bottom_right or --causal top_left" in error
+        broken = _changed("s.softmax(-1), v)", "no, v)")
+        assert checked(broken, "f", "--causal", "--kv-len", "50")[2] == error, "called for nothing"
         assert checked(PLAIN, "f", "--causal", "top_left", "--kv-len", "50", *self.REPEATS)[0] == 0
 
     def test_a_function_that_is_not_deterministic_is_found(self, checked):

@@ -47,7 +47,7 @@ DC_FN void tma_prefetch(const TensorMap& map, int c0, int c1, int c2, int c3) {
       "cp.async.bulk.prefetch.tensor.4d.L2.global.tile "
       "[%0, {%1, %2, %3, %4}];" ::"l"(&map),
       "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-               : "memory");
+      : "memory");
 }
 
 // The map itself, which the first copy would wait for. PTX ISA: prefetch with .tensormap.

@@ -41,18 +41,17 @@ def find_alignment(subject: Function, problem: Problem) -> tuple[str, str]:
         return subject.causal_alignment, (f"{subject.title} aligns its causal mask "
                                           f"{subject.causal_alignment}")
     inputs = make_inputs("normal", problem)
+    truths = {alignment: Truth(replace(problem, mask=CAUSAL_ARGUMENT[alignment]), inputs)
+              for alignment in ALIGNMENTS}
+    if not all(truth.sample for truth in truths.values()):
+        raise InvalidInputError(
+            f"--causal: {subject.title} may align its mask bottom_right or top_left, and "
+            f"sequences this long are not compared with float64 to find out: give --causal "
+            f"bottom_right or --causal top_left, or smaller --len and --kv-len")
     arrays = {name: subject.place.put(array) for name, array in inputs.items()}
     out = subject.place.get(subject.compute(problem, FORWARD, arrays, {})["out"])
     out = np.where(out == out, out, out.dtype.type(0))  # NaN: what others give for "sees no key"
-    reports = {}
-    for alignment in ALIGNMENTS:
-        mask = CAUSAL_ARGUMENT[alignment]
-        reports[alignment], _ = Truth(replace(problem, mask=mask), inputs).compare("out", out)
-        if reports[alignment] is None:
-            raise InvalidInputError(
-                f"--causal: {subject.title} may align its mask bottom_right or top_left, and "
-                f"sequences this long are not compared with float64 to find out: give --causal "
-                f"bottom_right or --causal top_left, or smaller --len and --kv-len")
+    reports = {alignment: truth.compare("out", out)[0] for alignment, truth in truths.items()}
     found = min(reports, key=lambda alignment: reports[alignment].frobenius_error)
     errors = ", ".join(f"{report.frobenius_error:.1e} for {alignment}"
                        for alignment, report in reports.items())
