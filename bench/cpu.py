@@ -11,12 +11,12 @@ import statistics
 import time
 import tracemalloc
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 
 from dashcupy import cpu
+from dashcupy.plan import Plan, make_plan
 from dashcupy.problem import MASKS, Problem
 
 from . import harness
@@ -53,13 +53,11 @@ def plain(q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray,
     return tuple(x.transpose(0, 2, 1, 3) for x in (out, dq, dk, dv))
 
 
-def ours(q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray, problem: Problem,
-         schedule: str) -> tuple[np.ndarray, ...]:
-    """out, dq, dk, dv of the CPU backend with the tiles that it chooses."""
-    q_tile, kv_tile = cpu.choose_tiles(problem)
-    config = SimpleNamespace(q_tile=q_tile, kv_tile=kv_tile)
-    out, lse = cpu.forward(q, k, v, problem, config)
-    return out, *cpu.backward(dout, q, k, v, out, lse, problem, config, schedule)
+def ours(q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray,
+         plan: Plan) -> tuple[np.ndarray, ...]:
+    """out, dq, dk, dv of the CPU backend, by a plan of its backward."""
+    out, lse = cpu.forward(q, k, v, plan.problem, plan.config)
+    return out, *cpu.backward(dout, q, k, v, out, lse, plan.problem, plan.config, plan.schedule)
 
 
 def measure(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
@@ -86,27 +84,30 @@ def main(arguments: list[str] | None = None) -> int:
     """Print times, memory, ratio and largest difference of one problem; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m dashcupy bench cpu",
                                      description="Time the CPU backend against plain NumPy.")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--length", type=int, default=2048, help="of q, k and v (default 2048)")
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--kv-heads", type=int, help="default: as --heads")
-    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--batch", type=harness.count, default=1)
+    parser.add_argument("--length", type=harness.count, default=2048,
+                        help="of q, k and v (default 2048)")
+    parser.add_argument("--heads", type=harness.count, default=8)
+    parser.add_argument("--kv-heads", type=harness.count, help="default: as --heads")
+    parser.add_argument("--head-dim", type=harness.count, default=64)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--mask", choices=MASKS, default="causal")
     parser.add_argument("--schedule", default="auto")
-    parser.add_argument("--rounds", type=int, default=7, help="timed calls of each (default 7)")
+    parser.add_argument("--rounds", type=harness.count, default=7,
+                        help="timed calls of each (default 7)")
     options = parser.parse_args(arguments)
 
     kv_heads = options.kv_heads or options.heads
     problem = Problem(options.batch, options.length, options.length, options.heads, kv_heads,
                       options.head_dim, options.dtype, options.mask, options.head_dim ** -0.5)
+    plan = make_plan(problem, "backward", "cpu", options.schedule)
     rng = np.random.default_rng(0)
     q, k, v, dout = (
         rng.standard_normal((problem.batch, options.length, n_head, problem.head_dim),
                             np.float32).astype(DTYPES[options.dtype])
         for n_head in (options.heads, kv_heads, kv_heads, options.heads))
     calls = {"plain": lambda: plain(q, k, v, dout, problem),
-             "ours": lambda: ours(q, k, v, dout, problem, options.schedule)}
+             "ours": lambda: ours(q, k, v, dout, plan)}
     seconds = measure(calls, options.rounds)
     difference = max(float(np.abs(a.astype(np.float64) - b).max())
                      for a, b in zip(calls["ours"](), calls["plain"]()))

@@ -270,13 +270,21 @@ def parser(script: str, text: str, schedules: str | None = None) -> argparse.Arg
     if schedules is not None:
         add("--schedules", default=schedules, metavar="NAMES",
             help=f"names by commas, auto, or all (default: {schedules})")
-    add("--iters", type=int, default=15, help="timed calls (default 15)")
+    add("--iters", type=count, default=15, help="timed calls (default 15)")
     add("--warmup", type=int, default=5, help="untimed calls (default 5)")
     add("--json", type=Path, metavar="FILE",
         help=f"merge records into this file, e.g. bench/results/{records.RESULTS.name}")
     add("--reuse", action="store_true",
         help="leave out cells of which FILE holds all of ours, of the same code and card")
     return found
+
+
+def count(text: str) -> int:
+    """Type of an option that says how many: 1 or more."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} (allowed: 1 or more)")
+    return value
 
 
 def script(main: Callable[[], int]) -> None:

@@ -11,7 +11,7 @@ from dashcupy import schedules
 from dashcupy.errors import DashcupyError, InvalidInputError, UnsupportedError
 
 try:
-    from . import plots
+    from . import harness, plots
     from .repro import data, plot, record, summary
     from .repro.attention import KINDS
     from .repro.compare import compare
@@ -41,13 +41,13 @@ def parser() -> argparse.ArgumentParser:
         help="; ".join(f"{name}: width {size.width}, {size.n_layer} layers"
                        for name, size in SIZES.items()) + " (default: base, 125 M parameters)")
     add("--head-dim", type=int, choices=HEAD_DIMS, default=128, help="default: 128")
-    add("--kv-heads", type=_count, metavar="N",
+    add("--kv-heads", type=harness.count, metavar="N",
         help="kv heads of a layer (default: as many as q heads)")
     add("--mlp", choices=MLPS, default="swiglu", help="default: swiglu")
-    add("--seqlen", type=_count, default=2048, help="default: 2048")
-    add("--batch", type=_count, default=8,
+    add("--seqlen", type=harness.count, default=2048, help="default: 2048")
+    add("--batch", type=harness.count, default=8,
         help="sequences of a step, over all processes (default: 8)")
-    add("--steps", type=_count, default=300, help="default: 300")
+    add("--steps", type=harness.count, default=300, help="default: 300")
     add("--seed", type=_seed, default=0, help="of weights and batches (default: 0)")
     add("--lr", type=_rate, default=6e-4, help="highest learning rate (default: 6e-4)")
     add("--attention", choices=KINDS, default="dashcupy",
@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     add("--json", type=Path, metavar="FILE", help="where the record goes")
     add("--hash-every", type=_count_or_never, default=50, metavar="N",
         help="digests of all gradients at every Nth step and the last; 0: never (default: 50)")
-    add("--checkpoint-every", type=_count, metavar="N", help="default: never")
+    add("--checkpoint-every", type=harness.count, metavar="N", help="default: never")
     add("--checkpoint-dir", type=Path, default=Path(), metavar="FOLDER",
         help="gets NAME-stepN.pt, NAME from --json (default: the current folder)")
     add("--resume", type=Path, metavar="FILE", help="go on from a checkpoint")
@@ -125,15 +125,8 @@ def _causal_schedules() -> list[str]:
     return [name for name in schedules.names() if schedules.supports(name, "causal")]
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} (allowed: 1 or more)")
-    return value
-
-
 def _count_or_never(text: str) -> int:
-    return 0 if text == "0" else _count(text)
+    return 0 if text == "0" else harness.count(text)
 
 
 def _rate(text: str) -> float:

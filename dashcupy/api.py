@@ -113,7 +113,8 @@ def attention_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *,
         As given to `attention`.
     schedule : str, optional
         The order in which CTAs visit tiles and sum dq: one of ``dashcupy.schedules.names()``, or
-        ``"auto"``, a function of the problem and the kernel, never of a timing. Bits depend on it.
+        ``"auto"``, a function of the problem (whether q heads share a kv head included) and the
+        kernel, never of a timing. Bits depend on it.
         ``"unordered"`` is NOT deterministic: it adds in whatever order parts come, to measure what
         an order costs (compute capability 9.0 only).
     grads : tuple of array, optional

@@ -1,7 +1,8 @@
-"""Shared by all tests: GPU tests are skipped with a reason or recorded; kernels have a cache."""
+"""Shared by all tests: which are left out, skipped with a reason or recorded; a kernel cache."""
 
 import functools
 import os
+import re
 
 import gpu_report
 import pytest
@@ -33,7 +34,19 @@ def _gpu() -> tuple[str, tuple[int, int]]:
     return ("", found[0].compute_capability) if found else ("the driver sees no GPU", (0, 0))
 
 
-def pytest_collection_modifyitems(items):
+def leave_out_slow(config, items):
+    """Deselect slow tests unless they were asked for: any -m replaces the one of pyproject.toml."""
+    expression = config.getoption("markexpr")
+    if not expression or re.search(r"\bslow\b", expression):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
+
+
+def pytest_collection_modifyitems(config, items):
+    leave_out_slow(config, items)
     for item in items:
         if not any(item.get_closest_marker(name) for name in ("gpu", "sm90")):
             continue

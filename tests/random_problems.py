@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
@@ -18,6 +18,13 @@ SEED = int(os.environ.get("DASHCUPY_FUZZ_SEED", "1"))
 # whatever this process has imported so far: a failure among all tests would not come back alone.
 if hasattr(providers, "_get_local_constants"):
     providers._get_local_constants = providers.Constants
+
+
+def keeper(config) -> Callable[[object], None]:
+    """Puts the problem in hand where one finds it after a hang, which ends the process."""
+    print(f"DASHCUPY_FUZZ_SEED={SEED}")
+    cache = getattr(config, "cache", None)  # none under -p no:cacheprovider
+    return lambda problem: cache.set("dashcupy/fuzz", repr(problem)) if cache else None
 
 
 @dataclass(frozen=True)

@@ -184,6 +184,11 @@ def test_command_line_runs_the_scripts(monkeypatch, capsys, tmp_path):
     assert cli.main(["bench", "show", "--results", str(tmp_path / "none.json")]) == 1
     assert cli.main(["bench", "cpu", "--length", "64", "--rounds", "1"]) == 0
     assert "ours / plain" in capsys.readouterr().out
+    assert cli.main(["bench", "cpu", "--schedule", "unordered"]) == 2
+    assert "this problem is computed on the CPU" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "cpu", "--heads", "0"])
+    assert "argument --heads: 0 (allowed: 1 or more)" in capsys.readouterr().err
     harness = sys.modules["dashcupy.bench.harness"]
 
     def none():

@@ -251,6 +251,19 @@ def test_a_shape_without_a_backward_still_has_its_forward_checked(tmp_path, monk
     assert "bwd_sm90_wide" in refused["fingerprint"]
 
 
+@pytest.mark.parametrize("head_dim, schedule, words", [
+    (128, "unordered", "this problem runs in the portable kernel; use 'auto', or one of"),
+    (192, "shift", "allowed: 2**-20 to 2**20"), (264, "auto", "allowed: multiples of 8 up to 256")])
+def test_a_schedule_that_cannot_be_planned_is_an_error(monkeypatch, capsys, head_dim, schedule,
+                                                       words):
+    """Nothing of it had run, and that was called a failure of ours."""
+    _as_hopper(monkeypatch)
+    assert cli.main(["check", "--len", "9", "--scale", "1e-9", "--head-dim", str(head_dim),
+                     "--schedule", schedule]) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err and captured.out == ""
+
+
 def test_the_widest_heads_are_checked_where_a_gpu_serves_them(monkeypatch):
     """Their kernels differ from those up to 128."""
     _as_hopper(monkeypatch)

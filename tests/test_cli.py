@@ -50,6 +50,8 @@ def test_version(capsys):
     (["check", "--device", "cpu", "--json", ""], "--json : cannot be written"),
     (["schedule", "shift", "--plot", ""], "the suffix must be one of"),
     (["check", "--device", "cpu", "--repeats", "1", "--stress"], "give --repeats 2 or more"),
+    (["check", "--device", "cpu", "--schedule", "unordered"], "on the Hopper backwards only "
+     "(compute capability 9.0), and this problem is computed on the CPU; use 'auto', or one of"),
     (["check", "--device", "cpu", "--seed", "-1"], "must be from 0 to 2**64 - 1"),
     (["check", "--device", "cpu", "--layout", "bhsd"], "go with --function"),
     (["check", "--device", "cpu", "--json", "/nowhere/x.json"], "--json /nowhere/x.json: cannot"),

@@ -127,9 +127,13 @@ def test_command_reports_a_hang(capsys):
 def test_command_refusals():
     with pytest.raises(InvalidInputError, match="for full use .*'shift'"):
         command("symmetric_shift")
-    with pytest.raises(InvalidInputError, match="--kv 0: must be at least 1"):
-        command("shift --kv 0")
-    with pytest.raises(InvalidInputError, match="head_group=3: must be 1 to n_head=2"):
+    for option in ("--kv", "--q", "--stride", "--heads", "--q-per-kv", "--sms"):
+        with pytest.raises(InvalidInputError, match=f"^{option} 0: must be at least 1"):
+            command(f"shift {option} 0")
+    for option in ("--compute", "--reduce", "--latency", "--slots"):
+        with pytest.raises(InvalidInputError, match=f"^{option}=-1.*: must be a finite number"):
+            command(f"shift {option} -1")
+    with pytest.raises(InvalidInputError, match="^--head-group 3: must be 1 to 2, the heads"):
         command("shift --heads 2 --head-group 3")
     with pytest.raises(InvalidInputError, match="mean 'shift'"):
         command("shfit")

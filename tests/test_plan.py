@@ -67,6 +67,14 @@ def test_auto_has_the_bits_of_the_schedule_it_picks(mask):
     assert auto.requested_schedule == "auto" and named.requested_schedule == auto.schedule
 
 
+def test_q_heads_that_share_a_kv_head_have_the_bits_of_repeated_ones_under_one_name():
+    """With "auto" they need not: it picks by that."""
+    plans = {(name, n): make_plan(problem(head_dim=64, n_kv_head=n), "backward", H200, name)
+             for name in ("auto", "descending", "shortest_first") for n in (1, 4)}
+    same = {name: plans[name, 1].fingerprint == plans[name, 4].fingerprint for name, _ in plans}
+    assert same == {"auto": False, "descending": True, "shortest_first": True}
+
+
 def test_alignment_and_debugging_change_the_build_and_not_the_bits():
     """The promise covers strides and alignment."""
     base = make_plan(problem(), "backward", B200)

@@ -5,8 +5,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from random_problems import keeper
 
 TESTS = Path(__file__).resolve().parent
 DRAWS = """
@@ -27,6 +29,14 @@ def draw(problem):
 draw()
 print(found)
 """
+
+
+def test_a_problem_is_kept_where_there_is_a_cache():
+    """``-p no:cacheprovider`` was an AttributeError before the first problem."""
+    kept = {}
+    keeper(SimpleNamespace(cache=SimpleNamespace(set=kept.__setitem__)))("a problem")
+    keeper(SimpleNamespace())("another")
+    assert kept == {"dashcupy/fuzz": "'a problem'"}
 
 
 def test_draws_do_not_depend_on_what_is_imported():

@@ -3,12 +3,15 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from bench import sanitize
+from bench import sanitize, soak
 from bench.sanitize import CASES, Outcome, cell, reports, run_tool
 
 from dashcupy import source
@@ -95,6 +98,25 @@ def test_every_kernel_has_a_case(monkeypatch):
                 for kernel in sanitize._plan(case, direction).kernels}
     here = {path.stem for path in source.cuda_root().glob("*.cu")}
     assert launched == here - {"spin"}  # which reads and writes nothing
+
+
+@pytest.mark.parametrize("shared, grown, wrong", [
+    (False, "gpu", ["memory of the GPU grew by 1073741824 bytes (allowed: 4194304)"]),
+    (True, "gpu", []),
+    (True, "pool", ["memory of the pool grew by 1073741824 bytes (allowed: 0)"]),
+    (True, "host", ["memory of the host grew by 1073741824 bytes (allowed: 16777216)"])])
+def test_the_soak_blames_nobody_for_what_others_take(monkeypatch, shared, grown, wrong):
+    """Beside other processes on the GPU it failed by their memory."""
+    empty = soak.Memory(0, 0, 0)
+    readings = iter([empty, empty, replace(empty, **{grown: 1 << 30})])
+    kind = SimpleNamespace(call=tuple, expected=())
+    monkeypatch.setattr(soak, "make_kind", lambda cupy, shape: kind)
+    monkeypatch.setattr(soak, "comparer", lambda cupy: (
+        lambda got, expected: None, SimpleNamespace(get=lambda: [0])))
+    monkeypatch.setattr(soak, "read_memory", lambda cupy: next(readings))
+    monkeypatch.setattr(soak, "run_out_of_memory", lambda cupy, kind: [])
+    monkeypatch.setattr(soak, "faulthandler", MagicMock())
+    assert soak.soak(MagicMock(), 20, 2, shared) == wrong
 
 
 def test_the_soak_without_a_gpu_says_so():

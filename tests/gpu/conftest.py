@@ -37,10 +37,11 @@ def bounded_time(request, real_stderr):
 def healthy_gpu(request, real_stderr, bounded_time):
     """Stop when a test has left an error that no later call can clear; give large memory back.
 
-    A test begins on GPU 0: XLA leaves another one current where there are several.
+    A test begins on GPU 0: XLA leaves another one current where there are several, also where
+    torch has not been used yet. What starts XLA after this is ``support.jax_on_the_gpu``.
     """
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    if torch is not None:
         torch.cuda.set_device(0)
     yield
     torch = sys.modules.get("torch")

@@ -20,7 +20,7 @@ from dashcupy.problem import CAUSAL_OF_MASK
 from . import truth
 from .truth import torch
 
-DEVICE = "cuda"
+DEVICE = "cuda:0"  # by its number: which GPU is current, XLA changes
 TESTS = Path(__file__).resolve().parent.parent
 # Every schedule with every kind of mask that it is defined for.
 SCHEDULED = [(name, mask) for name in schedules.names() for mask in ("full", "causal")
@@ -52,14 +52,14 @@ class Case:
         """The same, but for these fields."""
         return dataclasses.replace(self, **changes)
 
-    def draw(self) -> dict[str, torch.Tensor]:
+    def draw(self, device: str = DEVICE) -> dict[str, torch.Tensor]:
         """q, k, v and dout; dout is never scaled."""
-        generator = torch.Generator(device=DEVICE).manual_seed(self.seed)
+        generator = torch.Generator(device=device).manual_seed(self.seed)
         q = (self.batch, self.q_len, self.n_q_head, self.head_dim)
         k = (self.batch, self.kv_len, self.n_kv_head, self.head_dim)
 
         def randn(size, factor):
-            x = torch.randn(size, generator=generator, device=DEVICE) * factor
+            x = torch.randn(size, generator=generator, device=device) * factor
             return x.to(getattr(torch, self.dtype))
 
         return {"q": randn(q, self.factor), "k": randn(k, self.factor),
@@ -123,6 +123,30 @@ def expect_same_bits(got: dict, expected: dict, what: str) -> None:
         lines.append(f"{name}: {len(different)} of {x.numel()} elements differ, first at "
                      f"{list(first)}: {_hex(bits(x)[first])} against {_hex(bits(y)[first])}")
     assert not lines, "\n".join([what, *lines])
+
+
+def jax_on_the_gpu():
+    """JAX, or skip; GPU 0 is the current one, whatever XLA made of that as it began."""
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    if jax.default_backend() not in ("gpu", "cuda"):
+        pytest.skip("JAX sees no GPU")
+    torch.cuda.set_device(0)
+    return jax
+
+
+def to_jax(x: torch.Tensor):
+    """A JAX array over the memory of a tensor, which torch exports from the current GPU only."""
+    jax = jax_on_the_gpu()
+    with torch.cuda.device(x.device):
+        torch.cuda.synchronize()
+        return jax.dlpack.from_dlpack(x.contiguous())
+
+
+def wait_for_jax(results):
+    """The same arrays, computed; what XLA calls in this thread may have left GPU 1 current."""
+    jax_on_the_gpu().block_until_ready(results)
+    torch.cuda.set_device(0)
+    return results
 
 
 def expect_same_bits_on_gpu_1(compute: Callable[[dict], dict], inputs: dict) -> dict:

@@ -7,7 +7,7 @@ from dashcupy.plan import make_plan
 from dashcupy.problem import CAUSAL_OF_MASK, Problem
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
-from random_problems import SEED, RandomProblem, lengths, problems
+from random_problems import SEED, RandomProblem, keeper, lengths, problems
 
 from . import test_memory, test_order, truth
 from .support import (
@@ -60,9 +60,7 @@ def compiled():
 
 @pytest.fixture
 def keep(request):
-    """Puts the problem in hand where one finds it after a hang, which ends the process."""
-    print(f"DASHCUPY_FUZZ_SEED={SEED}")
-    return lambda problem: request.config.cache.set("dashcupy/fuzz", repr(problem))
+    return keeper(request.config)
 
 
 def draw_inputs(problem: RandomProblem) -> dict:

@@ -20,10 +20,13 @@ from .support import (
     expect_same_bits_on_gpu_1,
     from_cupy,
     in_new_process,
+    jax_on_the_gpu,
     limit,
     run,
+    to_jax,
     torch,
     two_gpus,
+    wait_for_jax,
 )
 
 pytestmark = pytest.mark.gpu
@@ -60,19 +63,6 @@ def _from_numpy(x):
     return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16).to(DEVICE)
 
 
-def _jax():
-    jax = pytest.importorskip("jax")
-    if jax.default_backend() not in ("gpu", "cuda"):
-        pytest.skip("JAX sees no GPU")
-    return jax
-
-
-def _to_jax(x):
-    torch.cuda.set_device(x.device)  # XLA leaves another one current where there are several
-    torch.cuda.synchronize()
-    return _jax().dlpack.from_dlpack(x.contiguous())
-
-
 def _results(case, inputs, wrap=lambda x: x):
     """Forward and backward of arrays of any framework; ``wrap`` is put around out and lse."""
     q, k, v, dout = (inputs[name] for name in ("q", "k", "v", "dout"))
@@ -99,28 +89,37 @@ def test_cupy_and_dlpack(framework, case):
 
 
 @two_gpus
+def test_cases_are_drawn_on_gpu_0():
+    # JAX tests on two GPUs: whatever starts XLA makes another GPU the current one.
+    with torch.cuda.device(1):
+        inputs = CASE.draw()
+    assert {x.get_device() for x in inputs.values()} == {0}
+    expect_same_bits(inputs, CASE.draw(), "GPU 1 was the current one")
+
+
+@two_gpus
 def test_jax_on_the_second_gpu():
     # Memory for results that JAX makes on GPU 0 and moves: it came after the kernels had written.
-    jax = _jax()
+    jax = jax_on_the_gpu()
     inputs = CASE.draw()
     expected = run(CASE, inputs)
     for _ in range(3):
-        results = _results(CASE, {name: jax.device_put(_to_jax(x), jax.devices()[1])
+        results = _results(CASE, {name: jax.device_put(to_jax(x), jax.devices()[1])
                                   for name, x in inputs.items()})
         assert all(x.devices() == {jax.devices()[1]} for x in results.values())
-        jax.block_until_ready(list(results.values()))
+        wait_for_jax(list(results.values()))
         expect_same_bits({name: torch.from_dlpack(x).to(DEVICE) for name, x in results.items()},
                          expected, "jax on GPU 1")
 
 
 @pytest.mark.parametrize("case", [CASE, HALF], ids=["bfloat16", "float16"])
 def test_jax(case):
-    jax = _jax()
+    jax = jax_on_the_gpu()
     inputs = case.draw()
-    results = _results(case, {name: _to_jax(x) for name, x in inputs.items()})
+    results = _results(case, {name: to_jax(x) for name, x in inputs.items()})
     assert all(isinstance(x, jax.Array) for x in results.values())
     assert str(results["dq"].dtype) == case.dtype and str(results["lse"].dtype) == "float32"
-    jax.block_until_ready(list(results.values()))
+    wait_for_jax(list(results.values()))
     expect_same_bits({name: torch.from_dlpack(x) for name, x in results.items()},
                      run(case, inputs), "jax")
 
@@ -210,10 +209,10 @@ def test_stream_of_a_dlpack_producer():
 
 def test_jax_arrays_that_are_still_computed_or_already_dropped():
     # JAX runs on streams of its own: kernels must wait for its arrays, and keep them.
-    jax = _jax()
+    jax = jax_on_the_gpu()
     inputs = CASE.draw()
     expected = run(CASE, inputs)
-    given = {name: _to_jax(x) for name, x in inputs.items()}
+    given = {name: to_jax(x) for name, x in inputs.items()}
     ones = jax.numpy.ones(1 << 24, "float32")
 
     @jax.jit
@@ -223,11 +222,11 @@ def test_jax_arrays_that_are_still_computed_or_already_dropped():
 
     fill = jax.jit(lambda x: jax.numpy.full_like(x, float("nan")))
     warm = [slow(x, ones) for x in given.values()], [fill(x) for x in given.values()]
-    jax.block_until_ready(warm)
+    wait_for_jax(warm)
     kernels.spin(1, _SLOW, 0)  # our stream is late as well
     results = _results(CASE, {name: slow(x, ones) for name, x in given.items()})
     litter = [fill(x) for x in given.values() for _ in range(4)]  # into memory that is free now
-    jax.block_until_ready([litter, list(results.values())])
+    wait_for_jax([litter, list(results.values())])
     expect_same_bits({name: torch.from_dlpack(x) for name, x in results.items()}, expected,
                      "late and dropped")
 

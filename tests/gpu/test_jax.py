@@ -5,7 +5,17 @@ import threading
 import dashcupy
 import pytest
 
-from .support import Case, expect_same_bits, from_cupy, limit, run, torch
+from .support import (
+    Case,
+    expect_same_bits,
+    from_cupy,
+    jax_on_the_gpu,
+    limit,
+    run,
+    to_jax,
+    torch,
+    wait_for_jax,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -20,21 +30,15 @@ NAMES = ("out", "dq", "dk", "dv")
 
 @pytest.fixture(autouse=True)
 def needs_jax_on_the_gpu():
-    if jax.default_backend() not in ("gpu", "cuda"):
-        pytest.skip("JAX sees no GPU")
+    jax_on_the_gpu()
 
 
-# XLA leaves another GPU current where there are several; torch looks at that before it exports.
 def _to_jax(inputs):
-    torch.cuda.set_device(0)
-    torch.cuda.synchronize()
-    return [jax.dlpack.from_dlpack(inputs[name].contiguous()) for name in ("q", "k", "v", "dout")]
+    return [to_jax(inputs[name]) for name in ("q", "k", "v", "dout")]
 
 
 def _to_torch(results):
-    jax.block_until_ready(results)
-    torch.cuda.set_device(0)
-    return {name: torch.from_dlpack(x) for name, x in zip(NAMES, results)}
+    return {name: torch.from_dlpack(x) for name, x in zip(NAMES, wait_for_jax(results))}
 
 
 def _with_gradients(case, wrap=lambda f: f):
@@ -137,12 +141,13 @@ def test_memory_is_linear_in_the_length():
     x = _to_jax(case.draw())
     n_bytes = x[0].nbytes
     compiled = jax.jit(_with_gradients(case)).lower(*x).compile()
+    torch.cuda.set_device(0)  # whose pool is read
     assert compiled.memory_analysis().temp_size_in_bytes <= 2 * n_bytes
     workspace = dashcupy.attention_plan(*x[:3], causal=True).workspace_bytes
     pool = cupy.get_default_memory_pool()
     pool.free_all_blocks()
     before = pool.total_bytes()
-    jax.block_until_ready([compiled(*x) for _ in range(3)])
+    wait_for_jax([compiled(*x) for _ in range(3)])
     assert pool.total_bytes() - before <= 2 * workspace + (4 << 20)
 
 
@@ -166,6 +171,6 @@ def test_what_the_gpu_refuses_says_so():
     with pytest.raises(dashcupy.UnsupportedError, match="float32"):
         attention(*single)
     with pytest.raises(jax.errors.JaxRuntimeError, match="UnsupportedError.*float32"):
-        jax.block_until_ready(jax.jit(attention)(*single))
+        wait_for_jax(jax.jit(attention)(*single))
     expect_same_bits(_to_torch(jax.jit(_with_gradients(case))(*x)), _expected(case, inputs),
                      "after a refusal")

@@ -224,7 +224,8 @@ def test_a_gpu_that_nobody_uses_gets_no_context():
 
 def use_gpu_1() -> None:
     """Whether GPU 0 has a context: before, after calls, after calls of a thread, with CuPy."""
-    inputs = {name: x.to("cuda:1") for name, x in _drawn_elsewhere(MIXED[0]).items()}
+    with torch.cuda.device(1):
+        inputs = MIXED[0].draw("cuda:1")  # the same numbers, without a use of GPU 0
     print(_has_context(0))
     got = run(MIXED[0], inputs)
     print(_has_context(0), torch.cuda.current_device(), digest(got))
@@ -237,12 +238,6 @@ def use_gpu_1() -> None:
     thread.start()
     thread.join()
     again()
-
-
-def _drawn_elsewhere(case: Case) -> dict:
-    """The same numbers as ``case.draw()``, without a use of GPU 0."""
-    with torch.cuda.device(1):
-        return case.draw()
 
 
 def _has_context(device: int) -> int:

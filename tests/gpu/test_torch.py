@@ -211,7 +211,7 @@ def test_autocast_and_function_transforms():
     inputs = CASE.draw()
     q, k, v = (inputs[name] for name in "qkv")
     expected = run(CASE, inputs)
-    with torch.autocast(DEVICE, torch.bfloat16):
+    with torch.autocast("cuda", torch.bfloat16):
         out = attention(CASE, q.float(), k.float(), v.float())
     expect_same_bits({"out": out}, {"out": expected["out"]}, "autocast")
 
