@@ -52,8 +52,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status, 1 if a schedule hangs."""
-    shape = _shape(args)
-    costs = Costs(args.compute, args.reduce, args.latency, args.slots, args.writer)
+    _require_sizes(args)
+    shape, costs = _shape(args), _costs(args)
     _require_feasible(args, shape)
     if args.plot is not None:
         draw.check_path(args.plot)
@@ -78,11 +78,26 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(result.deadlock for result in results.values()) else 0
 
 
+def _require_sizes(args: argparse.Namespace) -> None:
+    """Refuse by the names of the options; what computes has other names for them."""
+    for option in ("kv", "q", "stride", "heads", "q-per-kv", "sms"):
+        value = getattr(args, option.replace("-", "_"))
+        if value is not None and value < 1:
+            raise InvalidInputError(f"--{option} {value}: must be at least 1")
+    if args.head_group is not None and not 1 <= args.head_group <= args.heads:
+        raise InvalidInputError(f"--head-group {args.head_group}: must be 1 to {args.heads}, the "
+                                f"heads that there are (--heads)")
+
+
+def _costs(args: argparse.Namespace) -> Costs:
+    try:
+        return Costs(args.compute, args.reduce, args.latency, args.slots, args.writer)
+    except InvalidInputError as error:  # it begins with the name, which is that of the option
+        raise InvalidInputError(f"--{error}") from error
+
+
 def _shape(args: argparse.Namespace) -> Shape:
     n_q = args.kv * args.stride if args.q is None else args.q
-    for option, value in (("--kv", args.kv), ("--q", n_q), ("--stride", args.stride)):
-        if value < 1:
-            raise InvalidInputError(f"{option} {value}: must be at least 1")
     shape = Shape.from_counts(n_q, args.kv, args.mask != "full", args.stride)
     return replace(shape, offset=0) if args.mask == "causal_top_left" else shape
 

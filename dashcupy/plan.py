@@ -174,10 +174,10 @@ def _check_sizes(problem: Problem, shape: Shape, schedule: schedules.Schedule | 
 def _check_order(schedule: schedules.Schedule | None, config: Config) -> None:
     if schedule is None or schedule.DETERMINISTIC or config.kernel in BACKWARD_KERNELS:
         return
+    where = "is computed on the CPU" if config.kernel == "cpu" else "runs in the portable kernel"
     raise UnsupportedError(
-        f"schedule={schedule.NAME!r} runs on the Hopper backwards only (compute capability 9.0; "
-        f"{', '.join(BACKWARD_KERNELS)}), and this problem is for {config.kernel}; use "
-        f"'auto', or one of {', '.join(schedules.names())}")
+        f"schedule={schedule.NAME!r} runs on the Hopper backwards only (compute capability 9.0), "
+        f"and this problem {where}; use 'auto', or one of {', '.join(schedules.names())}")
 
 
 def _forward_kernels(problem: Problem, config: Config, shape: Shape, aligned: bool,

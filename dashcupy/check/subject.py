@@ -37,7 +37,13 @@ class Subject(Protocol):
     takes_scale: bool
 
     def backwards(self, problem: Problem, asked: str | None) -> list[str]:
-        """Names of the backwards for a problem, or the one that is asked for."""
+        """Names of the backwards for a problem, or the one that is asked for.
+
+        Raises
+        ------
+        UnsupportedError
+            The one that is asked for cannot be planned for the problem there.
+        """
 
     def fingerprint(self, problem: Problem, name: str) -> str:
         """What the bits of a run depend on beside the values; "" where nothing serves it."""
@@ -62,10 +68,12 @@ class Dashcupy:
         self.place = place
 
     def backwards(self, problem: Problem, asked: str | None) -> list[str]:
-        if asked == "auto":
-            return ["auto"]
-        names = [schedules.get(asked).NAME] if asked is not None else schedules.names()
-        return [name for name in names if schedules.supports(name, problem.mask)]
+        if asked is None:
+            return [name for name in schedules.names() if schedules.supports(name, problem.mask)]
+        if asked != "auto" and not schedules.supports(asked, problem.mask):
+            return []
+        self._plan(problem, asked)
+        return [asked]
 
     def fingerprint(self, problem: Problem, name: str) -> str:
         try:
