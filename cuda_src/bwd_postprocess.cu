@@ -20,7 +20,6 @@
 
 constexpr int N_THREAD = 256;
 constexpr int Q_TILE = DC_Q_TILE, HEAD_DIM_PAD = DC_HEAD_DIM_PAD;
-constexpr int N_SUM = HEAD_DIM_PAD > 128 ? 2 : 1;  // bwd_sm90_wide has two writers
 static_assert(Q_TILE == 64 && HEAD_DIM_PAD % 64 == 0, "the accumulators of a warpgroup");
 static_assert(DC_PARAMS_BYTES == sizeof(BackwardParams), "params.py packs another struct");
 
@@ -36,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(N_THREAD)
     return;
   }
   if (DC_DEBUG) wait_for_kernels_before();  // bounded waits are for turns, not for a whole backward
-  if (threadIdx.x < N_SUM)
+  if (threadIdx.x < DC_DQ_SUMS)
     turnstile_wait(params.dq_semaphore + i64(blockIdx.x) * DC_SEMAPHORE_STRIDE + threadIdx.x,
                    Turn{int(blockIdx.x), -1, q_tile, u32(n_part)}, params.report);
   __syncthreads();

@@ -4,36 +4,7 @@
 // product has 128 keys as columns: dv^T += dout^T P, dk^T += q^T dS.
 #pragma once
 #include "bwd_sm90_d64_layout.cuh"
-#include "ptx/stmatrix.cuh"
-#include "tile/smem_tile.cuh"
-
-// The transposed accumulators, scaled and rounded, to a tile [key][HEAD_DIM].
-DC_FN void stage_transposed(const float (&acc)[64], u32 tile, float scale, int warp, int lane) {
-  // Lane's row of one of four 8 x 8 matrices: 16 keys, the 16 columns of this warp.
-  const u32 at = tile + (lane / 16 * 8 + lane % 8) * PANEL_ROW_BYTES +
-                 (((2 * warp + lane / 8 % 2) ^ (lane % 8)) << 4);
-#pragma unroll
-  for (int j = 0; j < 16; j += 2) {
-    u32 r[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      r[i] = pack(acc[4 * j + 2 * i] * scale, acc[4 * j + 2 * i + 1] * scale);
-    stmatrix_x4_trans(at + 8 * j * PANEL_ROW_BYTES, r[0], r[1], r[2], r[3]);
-  }
-}
-
-// Keys of the tile that exist, row by row, to gmem[key][DC_HEAD_DIM].
-DC_FN void store_keys(u32 tile, Element* gmem, i64 row_stride, int n_key, int thread) {
-  const int chunk = thread % 8;
-  if (8 * chunk >= DC_HEAD_DIM) return;
-#pragma unroll
-  for (int key = thread / 8; key < KV_TILE; key += WARPGROUP_SIZE / 8) {
-    if (key >= n_key) return;
-    u32 word[4];
-    ld_shared_v4(word, tile + key * PANEL_ROW_BYTES + ((chunk ^ key % 8) << 4));
-    store_8(gmem + key * row_stride + 8 * chunk, word);
-  }
-}
+#include "bwd_sm90_transposed.cuh"
 
 DC_FN void sum_gradients(SharedStorage& smem, const BackwardParams& params, int warp, int lane) {
   const Barriers& barriers = smem.barriers;
@@ -92,9 +63,9 @@ DC_FN void sum_gradients(SharedStorage& smem, const BackwardParams& params, int 
     named_barrier_sync(GRADIENTS, WARPGROUP_SIZE);
     store_keys(dk_tile, params.dk + batch_index * params.dk_strides.batch +
                             kv_head * params.dk_strides.head + key0 * params.dk_strides.row,
-               params.dk_strides.row, params.kv_len - key0, 32 * warp + lane);
+               params.dk_strides.row, params.kv_len - key0, DC_HEAD_DIM, 32 * warp + lane);
     store_keys(dv_tile, params.dv + batch_index * params.dv_strides.batch +
                             kv_head * params.dv_strides.head + key0 * params.dv_strides.row,
-               params.dv_strides.row, params.kv_len - key0, 32 * warp + lane);
+               params.dv_strides.row, params.kv_len - key0, DC_HEAD_DIM, 32 * warp + lane);
   }
 }

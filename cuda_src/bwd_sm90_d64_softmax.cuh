@@ -15,6 +15,7 @@
 // Registers of 160: S 64 + dP 64, of which dS takes 32 packed and dq 32 in turn.
 #pragma once
 #include "bwd_sm90_d64_layout.cuh"
+#include "bwd_sm90_scores.cuh"
 #include "ptx/math.cuh"
 #include "ptx/stmatrix.cuh"
 #include "tile/smem_tile.cuh"
@@ -32,32 +33,6 @@ DC_FN void start_scores(float (&s)[64], u32 a, u32 b) {
       wgmma_ss_first<K_MAJOR, K_MAJOR>(s, descriptor(a), descriptor(b));
     else
       wgmma_ss<K_MAJOR, K_MAJOR>(s, descriptor(a + k * K_STEP), descriptor(b + k * K_STEP));
-}
-
-// Scores of keys that this lane's rows do not see: selected away before exp2, for they may be
-// anything. `row` is its first row, the second is row + 8; `key` the key of its first column.
-DC_FN void hide_keys(float (&s)[64], const Mask& mask, int row, int key) {
-  const int end = mask.key_end(row) - key, end_8 = mask.key_end(row + 8) - key;
-#pragma unroll
-  for (int j = 0; j < 16; ++j)
-#pragma unroll
-    for (int e = 0; e < 4; ++e)
-      if (8 * j + e % 2 >= (e < 2 ? end : end_8)) s[4 * j + e] = -infinity();
-}
-
-// Adds a part of dq, or stores it if it is the first. The turn has come: what others added happened
-// before the turn warp saw their release, and so before this.
-DC_FN void send_dq(const float (&dq)[32], float4* to, bool is_first) {
-  if (is_first) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j)
-      st_cg(to + j * WARPGROUP_SIZE,
-            make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]));
-  } else {
-#pragma unroll
-    for (int j = 0; j < 8; ++j)
-      red_add_v4(to + j * WARPGROUP_SIZE, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
-  }
 }
 
 DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int w, int warp,
@@ -138,8 +113,8 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
       start_scores(dp, q_rows(t) + (N_STAGE * Q_TILE_BYTES) / 16, v_rows);
       wgmma_commit();
       if (masked)
-        hide_keys(s, Mask{params.q_len, params.kv_len, params.mask_offset},
-                  step.q_tile * Q_TILE + row, batch.row0 + 2 * (lane % 4));
+        hide_unseen(s, Mask{params.q_len, params.kv_len, params.mask_offset},
+                    step.q_tile * Q_TILE + row, batch.row0 + 2 * (lane % 4));
       random_delay(t);
       mbarrier_wait(scores_empty, empty_parity(use));
 #pragma unroll

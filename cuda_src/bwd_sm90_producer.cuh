@@ -1,10 +1,10 @@
-// The Hopper backwards with keys as rows, the producer: tiles into shared memory, by tensor maps.
+// The Hopper backwards from head_dim 72 on, the producer: tiles into shared memory, by tensor maps.
 //
 // Included behind a layout: tiles, N_Q_STAGE, N_DOUT_STAGE, q_empty and dout_empty, ONE_STAGE (q
 // and dout are handed back together), SharedStorage.
 #pragma once
 
-// Loads k and v of each kv tile, and q, row values and dout of each step.
+// Loads k and v of each kv tile, and q, its rows' lse and delta, and dout of each step.
 DC_FN void load_tiles(SharedStorage& smem, const BackwardParams& params, const BackwardMaps& maps) {
   const Barriers& barriers = smem.barriers;
   const int first_row = Mask{params.q_len, params.kv_len, params.mask_offset}.first_row();
@@ -41,9 +41,15 @@ DC_FN void load_tiles(SharedStorage& smem, const BackwardParams& params, const B
       mbarrier_arrive_expect(q_full, Q_TILE_BYTES + ROW_TILE_BYTES);
       load_panels(smem.q[q_stage], Q_TILE_BYTES / N_PANEL, maps.q, q_full, row, q_head,
                   batch.batch);
+#if DC_ROW_VALUES
       const u8* rows = reinterpret_cast<const u8*>(params.lse_log2);
       bulk_load(smem_address(smem.rows[q_stage]), rows + i64(step.tile_index) * ROW_TILE_BYTES,
                 ROW_TILE_BYTES, q_full);
+#else
+      const i64 rows = i64(step.tile_index) * Q_TILE;
+      bulk_load(smem_address(smem.lse_log2[q_stage]), params.lse_log2 + rows, Q_TILE * 4, q_full);
+      bulk_load(smem_address(smem.delta[q_stage]), params.delta + rows, Q_TILE * 4, q_full);
+#endif
       if (new_kv_tile) {  // before dout, which is needed later
         mbarrier_wait(smem_address(&barriers.k_empty), empty_parity(n_kv_tile));
         load_panels(smem.k, KV_TILE_BYTES / N_PANEL, maps.k, kv_full, batch.row0, batch.kv_head,

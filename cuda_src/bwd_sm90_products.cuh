@@ -7,25 +7,12 @@
 #include "tile/row_values.cuh"
 #include "tile/smem_tile.cuh"
 
-// Steps of descriptors: 16 bytes are 1.
-DC_FN constexpr u32 k_major_step(int k, int panel_bytes) {
-  return u32(k / 4 * panel_bytes + k % 4 * K_STEP_BYTES) / 16;
-}
-DC_FN constexpr u32 mn_major_step(int k) { return u32(k * K_STEP_ROWS_BYTES) / 16; }
-
 // Rows of 16 bytes without swizzle: 8 rows are 128 bytes. Columns 8..15 of the k step read columns
 // 0..7 again (panel distance 0); the A operand is zero there.
 DC_FN u64 row_values_descriptor(u32 smem) {
   u64 r;
   asm("mov.b64 %0, {%1, %2};" : "=l"(r) : "r"(smem >> 4), "r"(128u >> 4));
   return r;
-}
-
-// No use of x may move above this point: x is the result of products just waited for.
-template <int N>
-DC_FN void keep_below(float (&x)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 
 // A zero that the compiler takes for a variable: a constant it would write anew before each

@@ -1,4 +1,4 @@
-// The backward on Hopper, head_dim 136 to 256: as bwd_sm90, for rows of which a CTA can hold 64.
+// The backward on Hopper, head_dim 200 to 256: as bwd_sm90, for rows of which a CTA can hold 64.
 //
 // Roles, work and the kernels around it are those of bwd_sm90 (its head comment has them), but for
 // two: both warpgroups compute all keys of the kv tile, each for half of the columns
@@ -30,11 +30,6 @@ extern "C" __global__ void __launch_bounds__(N_THREAD, 1)
       write_dq<1>(smem, params);
   } else {
     raise_registers<CONSUMER_REGISTERS>();
-    if (PANELS_OF_0 == PANELS_OF_1)
-      consume<PANELS_OF_0>(smem, params, warpgroup - 1, warp, lane);
-    else if (warpgroup == 1)
-      consume<PANELS_OF_0>(smem, params, 0, warp, lane);
-    else
-      consume<PANELS_OF_1>(smem, params, 1, warp, lane);
+    consume(smem, params, warpgroup - 1, warp, lane);
   }
 }

@@ -14,7 +14,6 @@
 // DC_UNORDERED: as in bwd_sm90_dq.cuh.
 template <int I>
 DC_FN void write_dq(SharedStorage& smem, const BackwardParams& params) {
-  constexpr int N_PART = I < PANELS_OF_1 ? 2 : 1;  // consumers that have such a panel
   const Barriers& barriers = smem.barriers;
   int t = 0;  // steps so far
   for (int n = 0;; ++n) {
@@ -35,22 +34,20 @@ DC_FN void write_dq(SharedStorage& smem, const BackwardParams& params) {
       random_delay(i);
       float* sum = params.dq_accum + i64(step.tile_index) * (Q_TILE * HEAD_DIM) + I * (Q_TILE * 64);
 #pragma unroll
-      for (int w = 0; w < N_PART; ++w) {
-        const u32 dq = smem_address(smem.dq[w][dq_slot(I)]);
+      for (int w = 0; w < N_CONSUMER; ++w) {
+        const u32 dq = smem_address(smem.dq[w]);
         mbarrier_wait(smem_address(&barriers.dq_full[I][w]), full_parity(t));
         fence_async_smem();  // stored by the consumer: else the copy may read old bytes
         if (is_first)
-          bulk_store(sum + w * (PANELS_OF_0 * Q_TILE * 64), dq, DQ_PANEL_BYTES);
+          bulk_store(sum + w * (PANELS * Q_TILE * 64), dq, DQ_PANEL_BYTES);
         else
-          bulk_add_f32(sum + w * (PANELS_OF_0 * Q_TILE * 64), dq, DQ_PANEL_BYTES);
+          bulk_add_f32(sum + w * (PANELS * Q_TILE * 64), dq, DQ_PANEL_BYTES);
         bulk_commit();
       }
-      if (N_PART == 2) {
-        bulk_wait<1>();
-        mbarrier_arrive(smem_address(&barriers.dq_empty[0][dq_slot(I)]));
-      }
+      bulk_wait<1>();
+      mbarrier_arrive(smem_address(&barriers.dq_empty[0]));
       bulk_wait<0>();
-      mbarrier_arrive(smem_address(&barriers.dq_empty[N_PART - 1][dq_slot(I)]));
+      mbarrier_arrive(smem_address(&barriers.dq_empty[1]));
       turnstile_release(semaphore);
     }
     mbarrier_arrive(smem_address(&barriers.batch_empty[n % N_BATCH]));

@@ -8,27 +8,24 @@
 constexpr int Q_TILE = DC_Q_TILE, KV_TILE = DC_KV_TILE, HEAD_DIM = DC_HEAD_DIM_PAD;
 constexpr int N_PANEL = HEAD_DIM / 64;  // of 64 columns
 static_assert(Q_TILE == 64 && KV_TILE == 64, "the tiles of the main loop");
-static_assert(HEAD_DIM % 64 == 0 && (N_PANEL == 3 || N_PANEL == 4), "columns of two warpgroups");
+static_assert(HEAD_DIM == 256, "columns of two warpgroups");
 static_assert(DC_HEAD_DIM % 8 == 0 && DC_HEAD_DIM <= HEAD_DIM, "columns past the end are zeros");
 
 // Warpgroup 0 helps, one role a warp; the other two compute.
 constexpr int N_CONSUMER = 2, CONSUMER_WARPS = 4 * N_CONSUMER;
 constexpr int PRODUCER_WARP = 0, FIRST_WRITER_WARP = 1, PLANNER_WARP = 3;
-constexpr int N_WRITER = 2;  // writer i adds panel i of each consumer
-constexpr int N_Q_STAGE = DC_Q_STAGES, N_DOUT_STAGE = DC_DO_STAGES, N_DQ_SLOT = DC_DQ_SLOTS;
-constexpr int N_SCORE_STAGE = 2;
+constexpr int N_WRITER = DC_DQ_SUMS;  // writer i adds panel i of each consumer
+constexpr int N_Q_STAGE = 2, N_DOUT_STAGE = 1, N_SCORE_STAGE = 2;
 constexpr int N_THREAD = WARPGROUP_SIZE * (1 + N_CONSUMER);
 constexpr int HELPER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 // 65536 registers for 384 threads are 168 each at launch; setmaxnreg shares those out.
 static_assert(HELPER_REGISTERS + N_CONSUMER * CONSUMER_REGISTERS <= 168 * (1 + N_CONSUMER),
               "registers");
 
-// Consumer 0 has the columns of the first panels, consumer 1 of the others.
-constexpr int PANELS_OF_0 = 2, PANELS_OF_1 = N_PANEL - PANELS_OF_0;
-
-// Panel i of a consumer goes through slot i, or both through one in turn.
-static_assert(N_DQ_SLOT == 1 || N_DQ_SLOT == PANELS_OF_0, "slots of dq");
-DC_FN constexpr int dq_slot(int i) { return i % N_DQ_SLOT; }
+// Consumer 0 has the columns of the first panels, consumer 1 of the others. Both panels of dq of a
+// consumer go through one slot, in turn.
+constexpr int PANELS = N_PANEL / N_CONSUMER;
+static_assert(PANELS == 2 && N_WRITER == PANELS, "a writer for each panel");
 
 constexpr int Q_TILE_BYTES = Q_TILE * HEAD_DIM * 2, KV_TILE_BYTES = KV_TILE * HEAD_DIM * 2;
 constexpr int SCORE_BYTES = KV_TILE * Q_TILE * 2;
@@ -50,7 +47,7 @@ DC_FN bool needs_mask(const Mask& mask, int row0, int key0) {
 // p_full            consumer warps consumers, P stored                 consumers      p
 // ds_full           consumer warps consumers, dS stored                consumers      ds
 // dq_full[i][w]     4 warps        consumer w, panel i of dq stored    dq_writer i    dq
-// dq_empty[w][s]    1              the dq_writer, panel of dq added    consumer w     dq
+// dq_empty[w]       1              the dq_writer, panel of dq added    consumer w     dq
 // batch_full[s]     1              planner                             all others     batches
 // batch_begun[s]    1              producer                            planner        the next work
 // batch_empty[s]    BATCH_READERS  producer, writers, consumer warps   planner        batches
@@ -69,7 +66,7 @@ struct Barriers {
   u64 dout_full[N_DOUT_STAGE], dout_empty[N_DOUT_STAGE];
   u64 kv_full, v_empty, k_empty;
   u64 p_full, ds_full;
-  u64 dq_full[N_WRITER][N_CONSUMER], dq_empty[N_CONSUMER][N_DQ_SLOT];
+  u64 dq_full[N_WRITER][N_CONSUMER], dq_empty[N_CONSUMER];
   u64 batch_full[N_BATCH], batch_begun[N_BATCH], batch_empty[N_BATCH];
   u64 turns_came, all_done;
 };
@@ -84,7 +81,7 @@ struct alignas(1024) SharedStorage {
   u8 dout[N_DOUT_STAGE][Q_TILE_BYTES];
   u8 p[N_SCORE_STAGE][SCORE_BYTES];  // [KV_TILE][128 bytes]: row = key, 64 q rows
   u8 ds[N_SCORE_STAGE][SCORE_BYTES];
-  u8 dq[N_CONSUMER][N_DQ_SLOT][DQ_PANEL_BYTES];  // in the order of dq_accum
+  u8 dq[N_CONSUMER][DQ_PANEL_BYTES];  // in the order of dq_accum
   u8 rows[N_Q_STAGE][ROW_TILE_BYTES];
   Batch batches[N_BATCH];
   Barriers barriers;
@@ -113,8 +110,7 @@ DC_FN void init_barriers(SharedStorage& smem) {
   for (int w = 0; w < N_CONSUMER; ++w) {
 #pragma unroll
     for (int i = 0; i < N_WRITER; ++i) init_barrier(b.dq_full[i][w], CONSUMER_WARPS / N_CONSUMER);
-#pragma unroll
-    for (int s = 0; s < N_DQ_SLOT; ++s) init_barrier(b.dq_empty[w][s], 1);
+    init_barrier(b.dq_empty[w], 1);
   }
   init_batch_barriers(b, BATCH_READERS);
   init_barrier(b.kv_full, 1);

@@ -43,7 +43,7 @@ struct Consumer {
   u32 delta_ones, zero;
 
   DC_FN Consumer(int w, int warp, int lane)
-      : w(w), warp(warp), lane(lane), first_panel(w * PANELS_OF_0),
+      : w(w), warp(warp), lane(lane), first_panel(w * PANELS),
         delta_ones(delta_columns(lane)), zero(opaque_zero()) {
     const u32 row = 16 * warp + lane % 16;
     fragment_at = row * PANEL_ROW_BYTES;
@@ -57,7 +57,6 @@ struct Consumer {
 };
 
 // Columns of dk and dv of a kv tile.
-template <int PANELS>
 struct Sums {
   float dk[32 * PANELS], dv[32 * PANELS];
 };
@@ -117,13 +116,12 @@ DC_FN void start_dq(float (&dq)[32], const SharedStorage& smem, int panel, int t
 }
 
 // Hands panel i of step t to its writer.
-template <int PANELS>
 DC_FN void store_dq_panel(const float (&dq)[32], SharedStorage& smem, const Consumer& me, int i,
                           int t) {
-  const int slot = dq_slot(i), n_use = N_DQ_SLOT == 1 ? PANELS * t + i : t;  // uses of it before
-  const u32 at = smem_address(smem.dq[me.w][slot]) + (32 * me.warp + me.lane) * 16;
+  const int n_use = PANELS * t + i;  // uses of the slot before
+  const u32 at = smem_address(smem.dq[me.w]) + (32 * me.warp + me.lane) * 16;
   random_delay(n_use);
-  mbarrier_wait(smem_address(&smem.barriers.dq_empty[me.w][slot]), empty_parity(n_use));
+  mbarrier_wait(smem_address(&smem.barriers.dq_empty[me.w]), empty_parity(n_use));
 #pragma unroll
   for (int j = 0; j < 8; ++j)
     st_shared_v4(at + j * WARPGROUP_SIZE * 16, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2],
@@ -156,11 +154,9 @@ DC_FN void wait_scores(const u64& full, int t) {
 //
 // In the first step of a kv tile the products for dq are of old bytes, and dropped: leaving them
 // out there makes ptxas serialise the products.
-template <int PANELS>
-DC_FN void visit(Sums<PANELS>& sums, SharedStorage& smem, const BackwardParams& params,
+DC_FN void visit(Sums& sums, SharedStorage& smem, const BackwardParams& params,
                  const Consumer& me, int t, int t_end, bool is_first, const Batch& batch,
                  bool masked) {
-  constexpr int SECOND = PANELS - 1;  // panels of dq after the first: 0 or 1
   const Barriers& barriers = smem.barriers;
   const int stage = stage_of(t), dout_stage = t % N_DOUT_STAGE;
   const u32 q = smem_address(smem.q[stage]), dout = smem_address(smem.dout[dout_stage]);
@@ -195,13 +191,13 @@ DC_FN void visit(Sums<PANELS>& sums, SharedStorage& smem, const BackwardParams& 
   start_scores(dp, delta_ones, me.zero, rows, descriptor_low(smem_address(smem.v)),
                descriptor_low(dout + own_rows));
   wgmma_wait<1>();  // the first panel of dq
-  if (!is_first) store_dq_panel<PANELS>(dq, smem, me, 0, t - 1);
+  if (!is_first) store_dq_panel(dq, smem, me, 0, t - 1);
   const u32 dout_columns = descriptor_low(dout + me.first_panel * Q_PANEL_BYTES, Q_PANEL_BYTES);
   start_own_rows(sums.dv, p, dout_columns, me.w);
   wait_scores(barriers.p_full, t);
   start_other_rows(sums.dv, descriptor_low(p_tile), dout_columns, me.w);
-  if (SECOND) start_dq(dq, smem, me.first_panel + 1, t - 1);
-  wgmma_wait<2 + SECOND>();  // dP
+  start_dq(dq, smem, me.first_panel + 1, t - 1);
+  wgmma_wait<3>();  // dP
   keep_below(dp);
 #pragma unroll
   for (int e = 0; e < Q_ROWS / 2; ++e) dp[e] *= s[e];
@@ -211,22 +207,19 @@ DC_FN void visit(Sums<PANELS>& sums, SharedStorage& smem, const BackwardParams& 
 
   const u32 q_columns = descriptor_low(q + me.first_panel * Q_PANEL_BYTES, Q_PANEL_BYTES);
   start_own_rows(sums.dk, ds, q_columns, me.w);
-  wgmma_wait<1 + SECOND>();  // dv
+  wgmma_wait<2>();  // dv
   mbarrier_arrive_warp(smem_address(&barriers.dout_empty[dout_stage]), me.lane);
   wait_scores(barriers.ds_full, t);
   start_other_rows(sums.dk, descriptor_low(ds_tile), q_columns, me.w);
-  if (SECOND) {
-    wgmma_wait<2>();  // the second panel of dq; dk(t) may run on
-    if (!is_first) store_dq_panel<PANELS>(dq, smem, me, 1, t - 1);
-  }
+  wgmma_wait<2>();  // the second panel of dq; dk(t) may run on
+  if (!is_first) store_dq_panel(dq, smem, me, 1, t - 1);
 }
 
-template <int PANELS>
 DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int warp, int lane) {
   Consumer me(w, warp, lane);
   const Barriers& barriers = smem.barriers;
   const int key_end = Mask{params.q_len, params.kv_len, params.mask_offset}.last_key_end();
-  Sums<PANELS> sums;
+  Sums sums;
   int n = 0, t = 0, n_kv_tile = 0;  // batches, steps and kv tiles so far
 
   const auto wait_for_batch = [&]() {
@@ -250,7 +243,7 @@ DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int
       const bool masked = DC_CAUSAL && warp_uniform(batch.masked != 0);
 #pragma unroll 1
       for (; t < t_end; ++t, is_first = 0)
-        visit<PANELS>(sums, smem, params, me, t, t_end, is_first, batch, masked);
+        visit(sums, smem, params, me, t, t_end, is_first, batch, masked);
       if (warp_uniform(batch.is_last != 0)) break;
       mbarrier_arrive_warp(smem_address(&barriers.batch_empty[n % N_BATCH]), lane);
       ++n;
@@ -266,7 +259,7 @@ DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int
         start_dq(dq, smem, me.first_panel + panel, t - 1);
         wgmma_wait<0>();
         if (panel + 1 == PANELS) mbarrier_arrive_warp(smem_address(&barriers.k_empty), lane);
-        store_dq_panel<PANELS>(dq, smem, me, panel, t - 1);
+        store_dq_panel(dq, smem, me, panel, t - 1);
       }
     }
     const Batch& batch = smem.batches[n % N_BATCH];

@@ -15,6 +15,8 @@ class BackwardKernel:
     ----------
     row_values
         Whether lse and delta come as operands of a product (``tile/row_values.cuh``).
+    dq_sums
+        Semaphores of a q tile: its columns are as many sums, each with turns of its own.
     defines
         Its own part of the config block: names, and the fields of `BackwardConfig` they show.
     group_rows, group_heads
@@ -34,6 +36,7 @@ class BackwardKernel:
     """
 
     row_values: bool = False
+    dq_sums: int = 1
     defines: tuple[tuple[str, str], ...] = ()
     group_rows: int = 2**17
     group_heads: tuple[int, int] = (16, 16)
@@ -42,10 +45,10 @@ class BackwardKernel:
     causal_group: str = ""
 
 
-_STAGES = (("DC_Q_STAGES", "q_stages"), ("DC_DO_STAGES", "do_stages"))
 BACKWARD_TABLE = {
     # Its CTAs wait for their turn: many heads at a time shorten the queue.
-    "bwd_sm80": BackwardKernel(defines=(*_STAGES, ("DC_WARPS", "n_warp"))),
+    "bwd_sm80": BackwardKernel(defines=(
+        ("DC_Q_STAGES", "q_stages"), ("DC_DO_STAGES", "do_stages"), ("DC_WARPS", "n_warp"))),
     # Its dq writers wait instead, and it outruns the memory behind L2. Teams, whose kv tiles never
     # meet, where a head has kv tiles enough; but not where two kv heads, with all their q heads, no
     # longer fit L2: CTAs that walk over the q tiles together read each once.
@@ -57,9 +60,12 @@ BACKWARD_TABLE = {
     "bwd_sm90_d64": BackwardKernel(
         group_rows=2**15, group_heads=(1, 1), causal="shortest_first",
         causal_group="descending"),
+    # The same loop with longer rows: TO BE TUNED.
+    "bwd_sm90_d192": BackwardKernel(group_rows=2**14, group_heads=(1, 2),
+                                    team_tiles=(range(0), range(8, 129))),
     # Rows are twice as long: one head, or two for two teams. q, dout and dq_accum of two long heads
     # with the full mask do not fit L2, and CTAs that walk over the q tiles together read each once.
     "bwd_sm90_wide": BackwardKernel(
-        row_values=True, defines=(*_STAGES, ("DC_DQ_SLOTS", "dq_slots")), group_rows=2**14,
-        group_heads=(1, 2), team_tiles=(range(8, 129), range(8, _ANY_MORE))),
+        row_values=True, dq_sums=2, group_rows=2**14, group_heads=(1, 2),
+        team_tiles=(range(8, 129), range(8, _ANY_MORE))),
 }

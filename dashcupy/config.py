@@ -96,7 +96,8 @@ class BackwardConfig:
     Parameters
     ----------
     kernel
-        ``"bwd_sm80"``, ``"bwd_sm90"``, ``"bwd_sm90_d64"``, ``"bwd_sm90_wide"``, or ``"cpu"`` for
+        ``"bwd_sm80"``, ``"bwd_sm90"``, ``"bwd_sm90_d64"``, ``"bwd_sm90_d192"``,
+        ``"bwd_sm90_wide"``, or ``"cpu"`` for
         the NumPy backend.
     q_stages, do_stages
         Tiles of q, and of dout, in flight; 0 on the CPU.
@@ -190,7 +191,7 @@ def require_gpu_problem(problem: Problem, direction: str, target: tuple[int, int
     )
     if direction == "backward" and problem.head_dim > MAX_HEAD_DIM:
         least, greatest = config_sm90.BACKWARD_SCALES
-        checks += ((least <= problem.scale <= greatest,
+        checks += ((config_sm90.serves_backward(problem.head_dim, problem.scale),
                     f"scale={problem.scale!r} is not supported by the backward at head_dim="
                     f"{problem.head_dim} (allowed: 2**-20 to 2**20); fold a part of it into q, or "
                     f"give NumPy arrays to compute on the CPU"),)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .backward_table import BACKWARD_TABLE
 from .problem import Problem
 
 TARGET = (9, 0)
@@ -47,7 +48,7 @@ class BackwardLoop:
     Parameters
     ----------
     kernel
-        ``"bwd_sm90_d64"``, ``"bwd_sm90"`` or ``"bwd_sm90_wide"``.
+        ``"bwd_sm90_d64"``, ``"bwd_sm90"``, ``"bwd_sm90_d192"`` or ``"bwd_sm90_wide"``.
     head_dim_pad
         Columns in the products; those from ``head_dim`` on are zeros.
     q_tile, kv_tile
@@ -58,7 +59,7 @@ class BackwardLoop:
         Tiles of q, and of dout, in shared memory.
     dq_slots
         Parts of dq in shared memory: of ``bwd_sm90`` q tiles, of ``bwd_sm90_wide`` 64 columns of
-        them for each of two warpgroups; ``bwd_sm90_d64`` has none.
+        them; the others have none.
     reason
         Why these.
     """
@@ -85,15 +86,18 @@ class BackwardLoop:
             tiles += 2 * kv_bytes + self.q_stages * 2 * 4 * self.q_tile + 4 * score_bytes
             tiles += 2 * kv_bytes + 4 * _N_BATCH
             barriers = 2 * self.q_stages + 2 * 2 + 4 * 2
+        elif self.kernel == "bwd_sm90_d192":
+            # P and dS twice; lse and delta; steps left.
+            tiles += 4 * score_bytes + self.q_stages * 2 * 4 * self.q_tile + 4 * _N_BATCH
+            barriers = 2 * (self.q_stages + self.do_stages) + 3 + 4 * 2 + 2
         elif self.kernel == "bwd_sm90":
             # dS twice; dq; row values.
             tiles += 2 * score_bytes + self.dq_slots * 2 * q_bytes + row_bytes
             barriers = 4 * self.q_stages + 3 + 2 * self.dq_slots
         else:
             # P and dS twice; dq; row values.
-            tiles += 4 * score_bytes + 2 * self.dq_slots * 4 * self.q_tile * _PANEL_COLUMNS
-            tiles += row_bytes
-            barriers = 2 * (self.q_stages + self.do_stages) + 2 + 3 + 4 + 2 * self.dq_slots + 1
+            tiles += 4 * score_bytes + self.dq_slots * 4 * self.q_tile * _PANEL_COLUMNS + row_bytes
+            barriers = 2 * (self.q_stages + self.do_stages) + 2 + 3 + 4 + self.dq_slots + 1
         total = tiles + _BATCHES_BYTES + 8 * (barriers + 3 * _N_BATCH + 1)
         return -(-total // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
 
@@ -104,9 +108,9 @@ _BACKWARD_LOOPS = (
                  "registers"),
     BackwardLoop("bwd_sm90", 128, 64, 128, 12, 2, 2, 2,
                  "two warpgroups hold dk and dv of 64 keys each in registers"),
-    BackwardLoop("bwd_sm90_wide", 192, 64, 64, 12, 2, 1, 2,
-                 "two warpgroups hold 128 and 64 columns of dk and dv in registers"),
-    BackwardLoop("bwd_sm90_wide", 256, 64, 64, 12, 2, 1, 1,
+    BackwardLoop("bwd_sm90_d192", 192, 64, 96, 16, 2, 2, 0,
+                 "one warpgroup makes the scores, two hold dk and dv of all keys in registers"),
+    BackwardLoop("bwd_sm90_wide", 256, 64, 64, 12, 2, 1, 2,
                  "two warpgroups hold 128 columns of dk and dv each in registers"),
 )
 BACKWARD_KERNELS = tuple(dict.fromkeys(loop.kernel for loop in _BACKWARD_LOOPS))
@@ -188,10 +192,13 @@ def forward_smem_bytes(kv_tile: int, n_consumer: int, pad: int, stages: int,
 def serves_backward(head_dim: int, scale: float) -> bool:
     """Whether a Hopper backward can do a problem of a dtype that GPUs can do.
 
-    Those from head_dim 72 on take lse and delta as operands of a product, which limits the scale.
+    Those that take lse and delta as operands of a product are limited to some scales.
     """
+    if head_dim > MAX_HEAD_DIM:
+        return False
     least, most = BACKWARD_SCALES
-    return head_dim <= 64 or head_dim <= MAX_HEAD_DIM and least <= scale <= most
+    return (not BACKWARD_TABLE[backward_loop(head_dim).kernel].row_values
+            or least <= scale <= most)
 
 
 def backward_loop(head_dim: int) -> BackwardLoop:

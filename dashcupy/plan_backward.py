@@ -34,7 +34,7 @@ def backward_kernels(problem: Problem, config: BackwardConfig, shape: Shape,
     shared = shared_defines(problem, config, "backward") | {
         "DC_ALIGNED": int(aligned), "DC_SEMAPHORE_STRIDE": SEMAPHORE_STRIDE}
     if is_sm90:
-        shared |= {"DC_ROW_VALUES": int(facts.row_values),
+        shared |= {"DC_ROW_VALUES": int(facts.row_values), "DC_DQ_SUMS": facts.dq_sums,
                    "DC_UNORDERED": int(not schedule.DETERMINISTIC)}
     n_tile = shape.n_q * problem.batch * problem.n_q_head
     n_work = schedules.total_work(schedule, shape, problem.batch * problem.n_kv_head)

@@ -15,6 +15,7 @@ import numpy as np
 
 from dashcupy import (
     arguments, arrays, call, counters, driver, early_launch, launch, modules, params, ready)
+from dashcupy.config_sm90 import BACKWARD_KERNELS
 
 STREAM = 0x5000
 CURRENT_DEVICE = 0
@@ -23,11 +24,11 @@ _SIGNATURE = (ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void
               ctypes.c_void_p)
 FUNCTIONS = {"fwd_sm80": 0xF0, "bwd_preprocess": 0xF1, "bwd_sm80": 0xF2, "fwd_sm90": 0xF3,
              "copy_rows": 0xF4, "bwd_sm90": 0xF5, "bwd_postprocess": 0xF6,
-             "bwd_sm90_d64": 0xF7, "bwd_sm90_wide": 0xF8}
+             "bwd_sm90_d64": 0xF7, "bwd_sm90_wide": 0xF8, "bwd_sm90_d192": 0xF9}
 STRUCTS = {"fwd_sm80": "forward", "bwd_preprocess": "backward", "bwd_sm80": "backward",
-           "fwd_sm90": "forward_sm90", "copy_rows": "copy", "bwd_sm90": "backward",
-           "bwd_postprocess": "backward", "bwd_sm90_d64": "backward", "bwd_sm90_wide": "backward"}
-SECOND_STRUCTS = dict.fromkeys(("bwd_sm90", "bwd_sm90_d64", "bwd_sm90_wide"), "backward_maps")
+           "fwd_sm90": "forward_sm90", "copy_rows": "copy", "bwd_postprocess": "backward",
+           **dict.fromkeys(BACKWARD_KERNELS, "backward")}
+SECOND_STRUCTS = dict.fromkeys(BACKWARD_KERNELS, "backward_maps")
 COUNTERS = 0x7000_0000
 SETTING_UP = 0x6000  # the stream on which counters are made
 # CUresult; map, data type, rank, address, sizes, strides, box, element strides, interleave,

@@ -51,10 +51,13 @@ def names(gpu):
     ({"scale": 2.0**-20}, H200, "bwd_sm90"), ({"scale": 2.0**20}, H200, "bwd_sm90"),
     ({"scale": 2.0**-20.01}, H200, "bwd_sm80"), ({"scale": 2.0**20.01}, H200, "bwd_sm80"),
     ({"head_dim": 120}, H200, "bwd_sm90"), ({"head_dim": 72}, H200, "bwd_sm90"),
-    ({"head_dim": 136}, H200, "bwd_sm90_wide"), ({"head_dim": 256}, H200, "bwd_sm90_wide"),
+    ({"head_dim": 136}, H200, "bwd_sm90_d192"), ({"head_dim": 192}, H200, "bwd_sm90_d192"),
+    ({"head_dim": 200}, H200, "bwd_sm90_wide"), ({"head_dim": 256}, H200, "bwd_sm90_wide"),
     ({"head_dim": 64}, H200, "bwd_sm90_d64"), ({"head_dim": 8}, H200, "bwd_sm90_d64"),
     ({"head_dim": 64, "scale": 2.0**-126}, H200, "bwd_sm90_d64"),
     ({"head_dim": 64, "scale": 2.0**126}, H200, "bwd_sm90_d64"),
+    ({"head_dim": 136, "scale": 2.0**-126}, H200, "bwd_sm90_d192"),
+    ({"head_dim": 192, "scale": 2.0**126}, H200, "bwd_sm90_d192"),
     ({"head_dim": 64}, (8, 0), "bwd_sm80"), ({"head_dim": 64}, (10, 0), "bwd_sm80"),
     ({}, (8, 0), "bwd_sm80"), ({}, (10, 0), "bwd_sm80"), ({}, (12, 0), "bwd_sm80")])
 def test_who_gets_the_kernel(changes, target, kernel):
@@ -96,6 +99,12 @@ def test_shared_memory_by_hand():
     assert choose_config(problem(head_dim=256), "backward", H200).smem_bytes == \
         -(-used // 1024) * 1024
 
+    # And of bwd_sm90_d192_layout.cuh: q, dout, P and dS twice, lse and delta, steps left.
+    k_v, q_dout, scores, rows = 2 * 36864, 4 * 24576, 4 * 12288, 4 * 256
+    used = k_v + q_dout + scores + rows + batches + 4 * 4 + 34 * 8
+    assert choose_config(problem(head_dim=192), "backward", H200).smem_bytes == \
+        -(-used // 1024) * 1024
+
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 def test_maps_lie_where_the_compiler_looks_for_them(tmp_path):
@@ -125,7 +134,8 @@ def test_launches_of_a_plan():
     assert main.maps == "backward_maps" and before.maps is None and after.maps is None
     shared = {"DC_HEAD_DIM": 128, "DC_HEAD_DIM_PAD": 128, "DC_Q_TILE": 64, "DC_KV_TILE": 128,
               "DC_CAUSAL": 1, "DC_BF16": 1, "DC_ALIGNED": 1, "DC_SEMAPHORE_STRIDE": 8,
-              "DC_ROW_VALUES": 1, "DC_UNORDERED": 0, "DC_PARAMS_BYTES": params.n_bytes("backward")}
+              "DC_ROW_VALUES": 1, "DC_DQ_SUMS": 1, "DC_UNORDERED": 0,
+              "DC_PARAMS_BYTES": params.n_bytes("backward")}
     assert dict(before.defines) == shared and dict(after.defines) == shared | {"DC_DEBUG": 1}
     assert [k.early for k in plan.kernels] == [False, True, True]
     assert dict(main.defines) == shared | {

@@ -32,6 +32,12 @@ DC_FN u64 descriptor(u32 low) {
   return r;
 }
 
+// From k step 0 to k step k of an operand, for `descriptor_low`; panel_bytes from 64 k to the next.
+DC_FN constexpr u32 k_major_step(int k, int panel_bytes) {
+  return u32(k / 4 * panel_bytes + k % 4 * K_STEP_BYTES) / 16;
+}
+DC_FN constexpr u32 mn_major_step(int k) { return u32(k * K_STEP_ROWS_BYTES) / 16; }
+
 // Before the first product that reads registers written by other instructions.
 // PTX ISA: wgmma.fence.
 DC_FN void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -43,6 +49,13 @@ DC_FN void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: 
 template <int N>
 DC_FN void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+
+// No use of x may move above this point: x is the result of products just waited for.
+template <int N>
+DC_FN void keep_below(float (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 
 // The five forms below, for one N:

@@ -97,8 +97,7 @@ def test_repeats_under_load(schedule, mask, head_dim):
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("head_dim", [
-    64, 128, *(pytest.param(head_dim, marks=pytest.mark.sm90) for head_dim in (192, 256))])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize(("schedule", "mask"), SCHEDULED)
 def test_random_delays(schedule, mask, head_dim):
     # Warps of one CTA that meet in an order which no run has shown so far: with DC_DELAY those of
@@ -126,7 +125,7 @@ def test_random_delays(schedule, mask, head_dim):
 
 
 @limit(PROCESS_LIMIT_S + 20)
-@pytest.mark.parametrize("head_dims", [(64, 128), pytest.param((256,), marks=pytest.mark.sm90)])
+@pytest.mark.parametrize("head_dims", [(64, 128), pytest.param((192, 256), marks=pytest.mark.sm90)])
 def test_another_process(head_dims):
     # Addresses, allocation order, the state of caches: anything that lives as long as a process.
     here = [line for head_dim in head_dims for line in digests(RACY.replace(head_dim=head_dim))]

@@ -34,6 +34,10 @@ KINDS = {
                         "symmetric_shift"),
     (128, "float16"): ("shift", "symmetric_shift"),
 }
+if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
+    KINDS |= {(136, "float16"): ("auto", "shift"),
+              (192, "bfloat16"): ("auto", "ascending", "shortest_first", "symmetric_shift"),
+              (256, "bfloat16"): ("auto", "descending")}
 LAYOUTS = {
     "plain": lambda x: x,
     "heads first": test_memory._heads_before_rows,
@@ -85,7 +89,7 @@ def results(problem: RandomProblem, inputs: dict) -> dict:
 def kinds():
     """Problems of every kind, each with a schedule of its own."""
     return st.sampled_from(list(KINDS)).flatmap(lambda kind: problems(
-        [kind], tiles=(64, 128, 192), most=450, layouts=tuple(LAYOUTS), orders=KINDS[kind]))
+        [kind], tiles=(64, 96, 128, 192), most=450, layouts=tuple(LAYOUTS), orders=KINDS[kind]))
 
 
 @limit(300)

@@ -1,0 +1,95 @@
+// bwd_sm90_d192, the warpgroups that hold dv and dk of the kv tile.
+//
+// Both are held transposed, [column][key], in N_PANEL pieces of 64 columns: all operands come from
+// shared memory, and each product has all keys as columns. dv^T += dout^T P, dk^T += q^T dS.
+#pragma once
+#include "bwd_sm90_d192_layout.cuh"
+#include "bwd_sm90_transposed.cuh"
+
+// Zeros instead: no row sees a key of the tile.
+DC_FN void clear_keys(Element* gmem, i64 row_stride, int n_key, int thread) {
+  constexpr int CHUNKS = DC_HEAD_DIM / 8;
+  const u32 zeros[4] = {0, 0, 0, 0};
+  for (int i = thread; i < min_int(KV_TILE, n_key) * CHUNKS; i += WARPGROUP_SIZE)
+    store_8(gmem + i / CHUNKS * row_stride + i % CHUNKS * 8, zeros);
+}
+
+// Role of the dv warpgroup, or of the dk warpgroup.
+template <bool IS_DV>
+DC_FN void sum_gradient(SharedStorage& smem, const BackwardParams& params, int warp, int lane) {
+  constexpr int N_STAGE = IS_DV ? N_DOUT_STAGE : N_Q_STAGE;
+  const Barriers& barriers = smem.barriers;
+  const auto& scores = IS_DV ? smem.p : smem.ds;
+  const auto& scores_full = IS_DV ? barriers.p_full : barriers.ds_full;
+  const auto& scores_empty = IS_DV ? barriers.p_empty : barriers.ds_empty;
+  const u32 rows_at = smem_address(IS_DV ? smem.dout[0] : smem.q[0]);
+  const u32 empty_at = smem_address(IS_DV ? barriers.dout_empty : barriers.q_empty);
+  int n = 0, t = 0;  // batches and steps so far
+  const auto wait_for_batch = [&]() {
+    mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
+  };
+  const auto next_batch = [&]() {
+    mbarrier_arrive_warp(smem_address(&barriers.batch_empty[n % N_BATCH]), lane);
+    ++n;
+  };
+  for (;;) {  // kv tiles
+    wait_for_batch();
+    if (warp_uniform(smem.batches[n % N_BATCH].stop != 0)) return;
+    const bool has_steps = warp_uniform(smem.batches[n % N_BATCH].count != 0);
+    float sum[N_PANEL][KV_TILE / 2];
+#pragma unroll
+    for (int panel = 0; panel < N_PANEL; ++panel)
+#pragma unroll
+      for (int i = 0; i < KV_TILE / 2; ++i) sum[panel][i] = 0.f;
+    for (;;) {
+      const Batch& batch = smem.batches[n % N_BATCH];
+      const bool is_last = warp_uniform(batch.is_last != 0);
+      const int end = t + warp_uniform(batch.count);
+#pragma unroll 1
+      for (; t < end; ++t) {
+        const int stage = t % N_SCORE_STAGE, row_stage = t % N_STAGE;
+        const u32 a = descriptor_low(rows_at) + row_stage * (Q_TILE_BYTES / 16);
+        const u32 b = descriptor_low(smem_address(scores[0])) + stage * (SCORE_BYTES / 16);
+        random_delay(t);
+        mbarrier_wait(smem_address(&scores_full[stage]), full_parity(t / N_SCORE_STAGE));
+        wgmma_fence();
+#pragma unroll
+        for (int panel = 0; panel < N_PANEL; ++panel)
+#pragma unroll
+          for (int k = 0; k < Q_TILE / 16; ++k)
+            wgmma_ss<MN_MAJOR, K_MAJOR>(
+                sum[panel], descriptor(a + panel * (Q_PANEL_BYTES / 16) + mn_major_step(k)),
+                descriptor(b + k_major_step(k, 0)));
+        wgmma_commit();
+        wgmma_wait<0>();
+        mbarrier_arrive_warp(empty_at + 8 * row_stage, lane);
+        // The last scores of a kv tile stay ours: dk or dv goes through their place.
+        if (!is_last || t + 1 < end) mbarrier_arrive_warp(smem_address(&scores_empty[stage]), lane);
+      }
+      if (is_last) break;
+      next_batch();
+      wait_for_batch();
+    }
+    const Batch& batch = smem.batches[n % N_BATCH];
+    const int key0 = batch.row0;
+    const Strides strides = IS_DV ? params.dv_strides : params.dk_strides;
+    Element* to = (IS_DV ? params.dv : params.dk) + batch.batch * strides.batch +
+                  batch.kv_head * strides.head + key0 * strides.row;
+    next_batch();
+    if (!has_steps) {
+      clear_keys(to, strides.row, params.kv_len - key0, 32 * warp + lane);
+      continue;
+    }
+    const int stage = (t + 1) % N_SCORE_STAGE;  // of step t - 1
+    const u32 tile = smem_address(scores[0]) + stage * SCORE_BYTES;
+#pragma unroll
+    for (int panel = 0; panel < N_PANEL; ++panel) {
+      named_barrier_sync(GRADIENTS + IS_DV, WARPGROUP_SIZE);  // all are done with what lies there
+      stage_transposed(sum[panel], tile, IS_DV ? 1.f : params.scale, warp, lane);
+      named_barrier_sync(GRADIENTS + IS_DV, WARPGROUP_SIZE);
+      store_keys(tile, to + 64 * panel, strides.row, params.kv_len - key0,
+                 DC_HEAD_DIM - 64 * panel, 32 * warp + lane);
+    }
+    mbarrier_arrive_warp(smem_address(&scores_empty[stage]), lane);
+  }
+}

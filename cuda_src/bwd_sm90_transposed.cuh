@@ -1,0 +1,38 @@
+// The Hopper backwards that hold dk and dv transposed: from accumulators to rows in memory.
+//
+// Included behind a layout: KV_TILE.
+#pragma once
+#include "ptx/stmatrix.cuh"
+#include "ptx/warpgroup.cuh"
+#include "ptx/wgmma.cuh"
+#include "tile/smem_tile.cuh"
+
+// 64 columns of the transposed accumulators, scaled and rounded, to a tile [key][64 columns].
+DC_FN void stage_transposed(const float (&acc)[KV_TILE / 2], u32 tile, float scale, int warp,
+                            int lane) {
+  // Lane's row of one of four 8 x 8 matrices: 16 keys, the 16 columns of this warp.
+  const u32 at = tile + (lane / 16 * 8 + lane % 8) * PANEL_ROW_BYTES +
+                 (((2 * warp + lane / 8 % 2) ^ (lane % 8)) << 4);
+#pragma unroll
+  for (int j = 0; j < KV_TILE / 8; j += 2) {
+    u32 r[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      r[i] = pack(acc[4 * j + 2 * i] * scale, acc[4 * j + 2 * i + 1] * scale);
+    stmatrix_x4_trans(at + 8 * j * PANEL_ROW_BYTES, r[0], r[1], r[2], r[3]);
+  }
+}
+
+// The first n_key keys of such a tile, row by row, to gmem[key][n_column], by a warpgroup.
+DC_FN void store_keys(u32 tile, Element* gmem, i64 row_stride, int n_key, int n_column,
+                      int thread) {
+  const int chunk = thread % 8;
+  if (8 * chunk >= n_column) return;
+#pragma unroll
+  for (int key = thread / 8; key < KV_TILE; key += WARPGROUP_SIZE / 8) {
+    if (key >= n_key) return;
+    u32 word[4];
+    ld_shared_v4(word, tile + key * PANEL_ROW_BYTES + ((chunk ^ key % 8) << 4));
+    store_8(gmem + key * row_stride + 8 * chunk, word);
+  }
+}

@@ -1,0 +1,68 @@
+// The Hopper backwards whose softmax warps add dq themselves: who tells them that it is their turn.
+//
+// Included behind a layout: N_SOFTMAX warpgroups, which take the steps in turn (a power of two),
+// barriers turn, dq_added and turns_came.
+#pragma once
+#include "tile/turnstile.cuh"
+
+static_assert((N_SOFTMAX & (N_SOFTMAX - 1)) == 0, "turns are told apart by bits");
+
+// Turn warp w waits until the ticket of a step of softmax warpgroup w has come, lets it add its
+// part, and ends the turn when all its warps have. While they are at it, the warp looks whether the
+// ticket of their next step has come too, and says so before the release, whose fence takes about
+// as long as a step.
+//
+// Nothing hangs. A part is added once it is computed and its turn has come; a step is computed once
+// the part of N_SOFTMAX steps before has been added. That is the machine of dashcupy/simulate.py
+// with slots = N_SOFTMAX, for two freed of one rule (parts in order), and freeing a rule only lets
+// more happen. A CTA of a team takes its next work when the turn of all its parts has come, as the
+// contract of the schedules asks (turns_came); what then is left of them waits for nobody.
+//
+// With DC_UNORDERED every part is added when it is computed, to zeros that bwd_preprocess has put
+// there: to measure what the order costs.
+DC_FN void take_turns(SharedStorage& smem, const BackwardParams& params, int w) {
+  const Barriers& barriers = smem.barriers;
+  const u32 turn = smem_address(&barriers.turn[w]);
+  const auto wait_for_batch = [&](int n) {
+    mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
+  };
+  const auto semaphore_of = [&](const Step& step) {
+    return params.dq_semaphore + i64(step.tile_index) * DC_SEMAPHORE_STRIDE;
+  };
+  int step0 = 0;         // steps before this batch
+  bool granted = false;  // the softmax warps know that the turn of the next step has come
+  for (int n = 0;; ++n) {
+    wait_for_batch(n);
+    const Batch& batch = smem.batches[n % N_BATCH];
+    if (batch.stop) return;
+    int i = (w - step0) & (N_SOFTMAX - 1);
+    if (batch.ends_work && i >= batch.count) mbarrier_arrive(smem_address(&barriers.turns_came));
+    for (; i < batch.count; i += N_SOFTMAX) {
+      const Step& step = batch.steps[i];
+      if (!granted) {
+        if (!DC_UNORDERED && step.ticket > 0)
+          turnstile_wait(semaphore_of(step),
+                         Turn{step.tile_index, batch.row0 / KV_TILE, step.q_tile, step.ticket},
+                         params.report);
+        random_delay(i);
+        mbarrier_arrive(turn);
+      }
+      if (batch.ends_work && i + N_SOFTMAX >= batch.count)
+        mbarrier_arrive(smem_address(&barriers.turns_came));
+      // The next step of this kv tile, if it is in this batch or begins the next one.
+      int j = i + N_SOFTMAX, m = n;
+      if (j >= batch.count && !batch.is_last) {
+        j -= batch.count, ++m;
+        wait_for_batch(m);
+      }
+      const Batch& there = smem.batches[m % N_BATCH];
+      granted = j < there.count && (DC_UNORDERED || turnstile_ready(semaphore_of(there.steps[j]),
+                                                                    there.steps[j].ticket));
+      mbarrier_wait(smem_address(&barriers.dq_added[w]), full_parity((step0 + i) / N_SOFTMAX));
+      if (granted) mbarrier_arrive(turn);
+      turnstile_release(semaphore_of(step));
+    }
+    step0 += batch.count;
+    mbarrier_arrive(smem_address(&barriers.batch_empty[n % N_BATCH]));
+  }
+}
