@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from dashcupy import schedules
+from dashcupy.backward_table import BACKWARD_TABLE
 from dashcupy.cli_schedule import MAX_STEPS
-from dashcupy.config_sm90 import BACKWARD_KERNELS
 from dashcupy.schedules import Shape
 from dashcupy.simulate import Costs, simulate
 
@@ -119,7 +119,8 @@ def fit(found: Sequence[Mapping]) -> Fit:
     first = found[0]
     kernel = first["kernel"]["name"]
     # bwd_sm80 adds from registers; the Hopper kernels have two parts under way.
-    slots, writer = (2, "pipelined") if kernel in BACKWARD_KERNELS else (0, "serial")
+    slots = BACKWARD_TABLE[kernel].slots
+    writer = "pipelined" if slots else "serial"
     used = [r for r in found if ours.is_deterministic(r["schedule_used"])
             and r["seqlen"] <= _FIT_LENGTH] or list(found)
     measured = np.array([r["ms"] for r in used])

@@ -1,7 +1,7 @@
 // The Hopper backwards from head_dim 72 on, the producer: tiles into shared memory, by tensor maps.
 //
-// Included behind a layout: tiles, N_Q_STAGE, N_DOUT_STAGE, q_empty and dout_empty, ONE_STAGE (q
-// and dout are handed back together), SharedStorage.
+// Included behind a layout: tiles, ROW_TILE_BYTES (of lse and delta), N_Q_STAGE, N_DOUT_STAGE,
+// q_empty and dout_empty, ONE_STAGE (q and dout are handed back together), SharedStorage.
 #pragma once
 
 // Loads k and v of each kv tile, and q, its rows' lse and delta, and dout of each step.

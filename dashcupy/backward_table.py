@@ -17,11 +17,13 @@ class BackwardKernel:
         Whether lse and delta come as operands of a product (``tile/row_values.cuh``).
     dq_sums
         Semaphores of a q tile: its columns are as many sums, each with turns of its own.
+    slots
+        Parts of dq that a CTA may have under way: of ``dashcupy.simulate.Costs``.
     defines
         Its own part of the config block: names, and the fields of `BackwardConfig` they show.
-    group_rows, group_heads
-        kv rows, and kv heads at least (full mask, causal mask), whose works are handed out
-        together: `plan.head_group`.
+    group_rows, group_heads, most_rows
+        kv rows, and kv heads at least (full mask, causal mask), but no more than so many rows,
+        whose works are handed out together: `plan.head_group`.
     team_tiles
         Numbers of active kv tiles (full mask, causal mask) for which ``"auto"`` is a team:
         ``shift`` or ``symmetric_shift``.
@@ -37,9 +39,11 @@ class BackwardKernel:
 
     row_values: bool = False
     dq_sums: int = 1
+    slots: int = 2
     defines: tuple[tuple[str, str], ...] = ()
     group_rows: int = 2**17
     group_heads: tuple[int, int] = (16, 16)
+    most_rows: int = _ANY_MORE
     team_tiles: tuple[range, range] = (range(0), range(0))
     causal: str = "descending"
     causal_group: str = ""
@@ -47,22 +51,24 @@ class BackwardKernel:
 
 BACKWARD_TABLE = {
     # Its CTAs wait for their turn: many heads at a time shorten the queue.
-    "bwd_sm80": BackwardKernel(defines=(
+    "bwd_sm80": BackwardKernel(slots=0, defines=(
         ("DC_Q_STAGES", "q_stages"), ("DC_DO_STAGES", "do_stages"), ("DC_WARPS", "n_warp"))),
     # Its dq writers wait instead, and it outruns the memory behind L2. Teams, whose kv tiles never
     # meet, where a head has kv tiles enough; but not where two kv heads, with all their q heads, no
     # longer fit L2: CTAs that walk over the q tiles together read each once.
     "bwd_sm90": BackwardKernel(
-        row_values=True, group_rows=2**14, team_tiles=(range(16, 257), range(32, 257)),
-        causal_group="descending"),
+        row_values=True, group_rows=2**14, most_rows=2**17,
+        team_tiles=(range(16, 257), range(32, 257)), causal_group="descending"),
     # A turn ends sooner when L2 holds the sum, however few heads that are. Steps are half as long,
     # so that a turn takes almost two of them; kv tiles of shortest_first begin two q tiles apart.
     "bwd_sm90_d64": BackwardKernel(
         group_rows=2**15, group_heads=(1, 1), causal="shortest_first",
         causal_group="descending"),
-    # The same loop with longer rows: TO BE TUNED.
-    "bwd_sm90_d192": BackwardKernel(group_rows=2**14, group_heads=(1, 2),
-                                    team_tiles=(range(0), range(8, 129))),
+    # Its softmax warps wait for turns as well, but a turn takes less than a step. Teams even out
+    # short heads; those of long ones walk apart, and outrun L2.
+    "bwd_sm90_d192": BackwardKernel(
+        slots=1, group_rows=2**14, group_heads=(1, 1), team_tiles=(range(0), range(4, 129)),
+        causal="shortest_first", causal_group="descending"),
     # Rows are twice as long: one head, or two for two teams. q, dout and dq_accum of two long heads
     # with the full mask do not fit L2, and CTAs that walk over the q tiles together read each once.
     "bwd_sm90_wide": BackwardKernel(

@@ -305,8 +305,9 @@ def head_group(problem: Problem, config: BackwardConfig) -> int:
     """
     n_head = problem.batch * problem.n_kv_head
     facts = BACKWARD_TABLE[config.kernel]
-    most = max(facts.group_heads[problem.causal], facts.group_rows // max(problem.kv_len, 1))
-    return max(1, min(n_head, most))
+    kv_len = max(problem.kv_len, 1)
+    wanted = max(facts.group_heads[problem.causal], facts.group_rows // kv_len)
+    return max(1, min(n_head, wanted, facts.most_rows // kv_len))
 
 
 def scale_log2(problem: Problem) -> float:

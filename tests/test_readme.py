@@ -86,7 +86,7 @@ def test_auto_table_is_what_auto_picks():
     """A table of one kernel was taken for that of all."""
     rows = re.findall(r"^\| (?:Hopper, head_dim|any other) .*? \| (.*) \| (.*) \| (.*) \|$", README,
                       re.MULTILINE)
-    kernels = ("bwd_sm90_d64", "bwd_sm90", "bwd_sm90_wide", "bwd_sm80")
+    kernels = ("bwd_sm90_d64", "bwd_sm90", "bwd_sm90_d192", "bwd_sm90_wide", "bwd_sm80")
     for kernel, cells in zip(kernels, rows, strict=True):
         for causal, q_per_kv, cell in zip((False, True, True), (1, 1, 4), cells):
             picked = dict.fromkeys(

@@ -42,7 +42,7 @@
 // What the bulk copy reads from shared memory was written by other threads through the generic
 // proxy: after their barrier the one thread needs fence.proxy.async for shared memory as well.
 //
-// With additions from the registers of several warps (bwd_sm90_d64) nothing leaves the generic
+// With additions from the registers of several warps (bwd_sm90_d64, bwd_sm90_d192) nothing leaves the generic
 // proxy, so no proxy fence is needed, and the two CTA barriers are mbarriers:
 //
 //   one thread:    turnstile_wait or _ready(t), then an arrival at `turn`
