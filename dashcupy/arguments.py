@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import operator
 from collections.abc import Callable, Mapping, Sequence
 
@@ -49,142 +50,146 @@ def struct_values(plan: Plan, layouts: Mapping[str, Layout]) -> dict[str, int | 
     return values
 
 
-def make_arguments(kind: str, plan: Plan, layouts: Mapping[str, Layout],
-                   copies: tuple[str, str] | None) -> Callable[[Sequence[int], int], bytes]:
-    """What fills in the struct ``kind``: called with addresses and a counter, returns its bytes.
+class Arguments:
+    """A parameter struct: what is the same in every call, and what completes it.
 
-    Addresses come in the order of ``params.ARRAYS`` and then of ``plan.workspace``.
+    Parameters
+    ----------
+    kind
+        Which one of ``params.FIELDS``.
+    plan, layouts
+        As for `launch.Launcher`.
+    copies
+        For "copy": names of source and target.
+
+    Attributes
+    ----------
+    constant
+        The struct without pointers and tensor maps.
     """
-    if kind == "copy":
-        return _Copy(plan, layouts, *copies)
-    if kind == "forward_sm90":
-        return _ForwardSm90(plan, layouts)
-    if kind == "backward_maps":
-        return _BackwardMaps(plan, layouts)
-    return _Plain(kind, plan, layouts)
 
-
-class _Plain:
-    """Pointers first, then what is the same in every call."""
-
-    def __init__(self, kind: str, plan: Plan, layouts: Mapping[str, Layout]):
-        packer = params.pointer_packer(kind)
-        self._pack = packer.pack
-        self._after = params.pack(kind, struct_values(plan, layouts))[packer.size:]
+    def __init__(self, kind: str, plan: Plan, layouts: Mapping[str, Layout],
+                 copies: tuple[str, str] | None):
+        values = _copy_values(layouts, *copies) if copies else struct_values(plan, layouts)
+        self.constant = params.pack(kind, values)
+        self._pack_into = params.leading(kind).pack_into
+        self._maps = _MAPS[kind](plan, layouts) if kind in _MAPS else ()
+        order = _address_order(plan)
         # Parts of the workspace that a plan has not: their pointers are null.
-        order = _address_order(plan)
-        self._pick = operator.itemgetter(*[
-            order.index(name) if name in order else len(order)
-            for name, code in params.FIELDS[kind] if code == "P"])
+        pointers = [order.index(name) if name in order else order.index("null") for name in
+                    copies or [name for name, code in params.FIELDS[kind] if code == "P"]]
+        self._pick = operator.itemgetter(*pointers) if pointers else lambda addresses: ()
 
-    def __call__(self, addresses: Sequence[int], counter: int) -> bytes:
-        return self._pack(*self._pick((*addresses, 0))) + self._after
+    def complete(self, memory: ctypes.Array, addresses: Sequence[int]) -> None:
+        """Fill in the rest of a copy of ``constant``, in ``memory``.
 
-
-class _Copy:
-    """From an array of the caller to the workspace, or back."""
-
-    def __init__(self, plan: Plan, layouts: Mapping[str, Layout], source: str, target: str):
-        order = _address_order(plan)
-        self._from, self._to = order.index(source), order.index(target)
-        layout = layouts[source if source in layouts else target]
-        batch, length, n_head, _ = layout.shape
-        values = {"batch": batch, "len": length, "n_head": n_head, "reserved": 0}
-        for field, name in (("from", source), ("to", target)):
-            strides = (used_strides(layout) if name in layouts else
-                       contiguous_strides(layout.shape))
-            for axis, stride in zip(("batch", "row", "head"), strides):
-                values[f"{field}_strides.{axis}"] = stride
-        packer = params.pointer_packer("copy")
-        self._pack, self._after = packer.pack, params.pack("copy", values)[packer.size:]
-
-    def __call__(self, addresses: Sequence[int], counter: int) -> bytes:
-        return self._pack(addresses[self._from], addresses[self._to]) + self._after
+        Addresses come in the order of ``params.ARRAYS``, then of ``plan.workspace``; that of a
+        work counter beside the workspace, if there is one, and null follow.
+        """
+        self._pack_into(memory, 0, *[make(addresses) for make in self._maps],
+                        *self._pick(addresses))
 
 
-class _ForwardSm90:
-    """Tensor maps of q, k, v and out, each made once for an address; then pointers and the rest."""
+class _Map:
+    """A tensor map, made once for an address.
 
-    def __init__(self, plan: Plan, layouts: Mapping[str, Layout]):
-        packer, offset = params.pointer_packer("forward_sm90"), params.offsets("forward_sm90")
-        self._pack = packer.pack
-        values = params.pack("forward_sm90", struct_values(plan, layouts))
-        self._after = values[offset["lse"] + packer.size:]
-        order, problem = _address_order(plan), plan.problem
-        self._lse = order.index("lse")
-        # Keys that some row sees. A tile of keys is loaded whole: those that no row sees must be
-        # read as zeros, as 0 times their NaN or infinity would be NaN.
-        n_seen = problem.kv_len
-        if problem.causal:
-            n_seen = min(n_seen, max(problem.q_len + problem.mask_offset, 1))
-        self._maps = []  # (which address, layout, box rows, maps made), in the order of the struct
-        for name in ("q", "k", "v", "out"):
-            of_keys = name in ("k", "v")
-            rows = plan.config.kv_tile if of_keys else WARPGROUP_ROWS
-            # Without a key nothing of k and v is looked at, but a map must be of something.
-            source = "q" if of_keys and problem.kv_len == 0 else name
-            layout = layouts[source]
-            if f"{source}_copy" in order:
-                layout = layout._replace(strides=contiguous_strides(layout.shape))
-                source = f"{source}_copy"
-            if of_keys and problem.kv_len > 0:
-                batch, _, n_head, head_dim = layout.shape
-                layout = layout._replace(shape=(batch, n_seen, n_head, head_dim))
-            self._maps.append((order.index(source), layout, rows, {}))
+    Parameters
+    ----------
+    which, skip
+        Which of a call's addresses, and how many bytes behind it the array starts.
+    layout, rows
+        As for `tensor_map.encode_rows`.
+    """
 
-    def __call__(self, addresses: Sequence[int], counter: int) -> bytes:
-        parts = []
-        for which, layout, rows, made in self._maps:
-            parts.append(_map(addresses[which], layout, rows, made))
-        return b"".join((*parts, self._pack(addresses[self._lse], counter), self._after))
+    def __init__(self, which: int, skip: int, layout: Layout, rows: int):
+        self._which, self._skip, self._layout, self._rows = which, skip, layout, rows
+        self._made: dict[int, bytes] = {}
+
+    def __call__(self, addresses: Sequence[int]) -> bytes:
+        pointer = addresses[self._which] + self._skip
+        found = self._made.get(pointer)
+        if found is None:
+            if len(self._made) >= _MAX_MAPS:
+                self._made.clear()
+            found = self._made[pointer] = tensor_map.encode_rows(pointer, self._layout, self._rows)
+        return found
 
 
-class _BackwardMaps:
-    """Tensor maps of q, dout, k and v, of the rows and keys that see or are seen.
+def _forward_maps(plan: Plan, layouts: Mapping[str, Layout]) -> list[_Map]:
+    """Those of q, k, v and out.
+
+    Of the keys that some row sees. A tile of keys is loaded whole: those that no row sees must be
+    read as zeros, as 0 times their NaN or infinity would be NaN.
+    """
+    problem, order = plan.problem, _address_order(plan)
+    n_seen = problem.kv_len
+    if problem.causal:
+        n_seen = min(n_seen, max(problem.q_len + problem.mask_offset, 1))
+    maps = []
+    for name in ("q", "k", "v", "out"):
+        of_keys = name in ("k", "v")
+        rows = plan.config.kv_tile if of_keys else WARPGROUP_ROWS
+        # Without a key nothing of k and v is looked at, but a map must be of something.
+        source = "q" if of_keys and problem.kv_len == 0 else name
+        layout = layouts[source]
+        if f"{source}_copy" in order:
+            layout = layout._replace(strides=contiguous_strides(layout.shape))
+            source = f"{source}_copy"
+        if of_keys and problem.kv_len > 0:
+            batch, _, n_head, head_dim = layout.shape
+            layout = layout._replace(shape=(batch, n_seen, n_head, head_dim))
+        maps.append(_Map(order.index(source), 0, layout, rows))
+    return maps
+
+
+def _backward_maps(plan: Plan, layouts: Mapping[str, Layout]) -> list[Callable]:
+    """Those of q, dout, k and v, of the rows and keys that see or are seen.
 
     Rows that see no key and keys that no row sees lie outside and are read as zeros: they may hold
     NaN, and 0 times NaN is NaN.
     """
-
-    def __init__(self, plan: Plan, layouts: Mapping[str, Layout]):
-        problem, order = plan.problem, _address_order(plan)
-        first_row, key_end = 0, problem.kv_len
-        if problem.causal:
-            first_row = max(0, -problem.mask_offset)
-            key_end = min(problem.kv_len, problem.q_len + problem.mask_offset)
-        copied = {name for kernel in plan.kernels for name in kernel.copies or ()}
-        self._none = bytes(params.n_bytes("backward_maps"))
-        self._maps = []  # (which address, bytes behind it, layout, box rows, maps made)
-        if problem.q_len == 0 or problem.n_q_head == 0:
-            return  # no step reads anything, and a map must be of something
-        for name, _ in params.FIELDS["backward_maps"]:
-            rows, begin, end = (
-                (plan.config.kv_tile, 0, key_end) if name in ("k", "v") else
-                (plan.config.q_tile, first_row, problem.q_len))
-            layout = layouts[name]
-            if f"{name}_copy" in copied:
-                layout = layout._replace(strides=contiguous_strides(layout.shape))
-                name = f"{name}_copy"
-            skip = tensor_map.ELEMENT_BYTES * begin * layout.strides[1]
-            batch, _, n_head, head_dim = layout.shape
-            self._maps.append((order.index(name), skip,
-                               layout._replace(shape=(batch, end - begin, n_head, head_dim)),
-                               rows, {}))
-
-    def __call__(self, addresses: Sequence[int], counter: int) -> bytes:
-        return b"".join([_map(addresses[which] + skip, layout, rows, made)
-                         for which, skip, layout, rows, made in self._maps]) or self._none
+    problem, order = plan.problem, _address_order(plan)
+    first_row, key_end = 0, problem.kv_len
+    if problem.causal:
+        first_row = max(0, -problem.mask_offset)
+        key_end = min(problem.kv_len, problem.q_len + problem.mask_offset)
+    names = [name for name, _ in params.FIELDS["backward_maps"]]
+    if problem.q_len == 0 or problem.n_q_head == 0:
+        # No step reads anything, and a map must be of something.
+        return [lambda addresses: b""] * len(names)
+    copied = {name for kernel in plan.kernels for name in kernel.copies or ()}
+    maps = []
+    for name in names:
+        rows, begin, end = (
+            (plan.config.kv_tile, 0, key_end) if name in ("k", "v") else
+            (plan.config.q_tile, first_row, problem.q_len))
+        layout = layouts[name]
+        if f"{name}_copy" in copied:
+            layout = layout._replace(strides=contiguous_strides(layout.shape))
+            name = f"{name}_copy"
+        skip = tensor_map.ELEMENT_BYTES * begin * layout.strides[1]
+        batch, _, n_head, head_dim = layout.shape
+        maps.append(_Map(order.index(name), skip,
+                         layout._replace(shape=(batch, end - begin, n_head, head_dim)), rows))
+    return maps
 
 
-def _map(pointer: int, layout: Layout, rows: int, made: dict[int, bytes]) -> bytes:
-    """The tensor map of an array at that address, from those that were made before if it can."""
-    found = made.get(pointer)
-    if found is None:
-        if len(made) >= _MAX_MAPS:
-            made.clear()
-        found = made[pointer] = tensor_map.encode_rows(pointer, layout, rows)
-    return found
+_MAPS = {"forward_sm90": _forward_maps, "backward_maps": _backward_maps}
+
+
+def _copy_values(layouts: Mapping[str, Layout], source: str,
+                 target: str) -> dict[str, int | float]:
+    """From an array of the caller to the workspace, or back."""
+    layout = layouts[source if source in layouts else target]
+    batch, length, n_head, _ = layout.shape
+    values = {"batch": batch, "len": length, "n_head": n_head, "reserved": 0}
+    for field, name in (("from", source), ("to", target)):
+        strides = used_strides(layout) if name in layouts else contiguous_strides(layout.shape)
+        for axis, stride in zip(("batch", "row", "head"), strides):
+            values[f"{field}_strides.{axis}"] = stride
+    return values
 
 
 def _address_order(plan: Plan) -> tuple[str, ...]:
-    return params.ARRAYS[plan.direction] + tuple(region.name for region in plan.workspace)
+    workspace = (region.name for region in plan.workspace)
+    return (*params.ARRAYS[plan.direction], *workspace, "work_counter", "null")

@@ -131,17 +131,22 @@ def _call(name: str, *arguments) -> None:
 
 
 def with_context(call: Callable[[], int]) -> int:
-    """Code of a driver call, made again where the thread has not yet used the GPU.
+    """Code of a driver call, made again where the thread has not yet used the GPU."""
+    code = call()
+    return call() if made_context(code) else code
+
+
+def made_context(code: int) -> bool:
+    """Whether a driver call with that code is to be made again, in a thread new to the GPU.
 
     Such a thread has no context, without which the driver refuses most calls; setDevice gives it
     the one of the GPU that is current for the runtime and CuPy.
     """
-    code = call()
-    if code == _ERROR_INVALID_CONTEXT:
-        runtime = require_cupy().cuda.runtime
-        runtime.setDevice(runtime.getDevice())
-        code = call()
-    return code
+    if code != _ERROR_INVALID_CONTEXT:
+        return False
+    runtime = require_cupy().cuda.runtime
+    runtime.setDevice(runtime.getDevice())
+    return True
 
 
 def on_device(device: int, function: Callable, *arguments: Any) -> Any:

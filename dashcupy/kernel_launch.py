@@ -1,4 +1,4 @@
-"""Launches that may start before the kernel before them in the stream has ended (from 9.0 on)."""
+"""Launches through the driver: grid, stream, and when the CTAs may and must run."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ class _Config(ctypes.Structure):
                  ("attributes", ctypes.POINTER(_Attribute)), ("n_attribute", ctypes.c_uint)]
 
 
-class EarlyLaunch:
+class KernelLaunch:
     """A launch with a fixed grid; called with a stream and the arguments, returns the CUresult.
+
+    The driver copies the arguments during the call. Threads may share a launch.
 
     Parameters
     ----------
@@ -38,14 +40,17 @@ class EarlyLaunch:
         CTAs, and threads and dynamic shared memory of each.
     cooperative
         Whether all CTAs must run at the same time.
+    early
+        Whether they may run before the kernel before it in the stream has ended (from 9.0 on).
     """
 
-    def __init__(self, function: int, grid: int, threads: int, smem_bytes: int, cooperative: bool):
-        ids = (_PROGRAMMATIC_STREAM_SERIALIZATION, *[_COOPERATIVE] * cooperative)
+    def __init__(self, function: int, grid: int, threads: int, smem_bytes: int, cooperative: bool,
+                 early: bool):
+        ids = (*[_COOPERATIVE] * cooperative, *[_PROGRAMMATIC_STREAM_SERIALIZATION] * early)
         self._attributes = (_Attribute * len(ids))(*[_Attribute(id=number, flag=1)
                                                      for number in ids])
         self._values = (grid, 1, 1, threads, 1, 1, smem_bytes)
-        self._function = ctypes.c_void_p(function)
+        self._launch, self._function = _launch(), ctypes.c_void_p(function)
         self._configs: dict[int, ctypes.Array] = {}  # by stream; never written again
 
     def __call__(self, stream: int, arguments: ctypes.Array) -> int:
@@ -55,7 +60,7 @@ class EarlyLaunch:
                 self._configs.clear()
             config = self._configs[stream] = ctypes.byref(_Config(
                 *self._values, stream, self._attributes, len(self._attributes)))
-        return _launch()(config, self._function, arguments, None)
+        return self._launch(config, self._function, arguments, None)
 
 
 @functools.cache

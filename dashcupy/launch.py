@@ -5,14 +5,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from . import counters, driver, modules, schedules, tensor_map
-from .arguments import make_arguments, used_strides
-from .early_launch import EarlyLaunch
+from .arguments import Arguments, used_strides
 from .errors import DeviceError, HangError, InvalidInputError
+from .kernel_launch import KernelLaunch
 from .layout import Layout
 from .plan import Plan
 from .plan_backward import REPORT_WORDS
@@ -92,14 +93,12 @@ class Launcher:
                               for name in plan.cleared)
         self._kernels = tuple(_LoadedKernel(kernel, plan, device, max_ctas)
                               for kernel in plan.kernels)
-        # Kernels that take the same struct share it.
-        keys = [tuple((kind, kernel.copies) for kind in (kernel.params, kernel.maps) if kind)
+        keys = [[(kind, kernel.copies) for kind in (kernel.params, kernel.maps) if kind]
                 for kernel in plan.kernels]
-        used, groups = list(dict.fromkeys(itertools.chain(*keys))), list(dict.fromkeys(keys))
-        self._makers = tuple(make_arguments(kind, plan, layouts, copies) for kind, copies in used)
-        self._groups = tuple((ctypes.c_char_p * len(group), tuple(map(used.index, group)))
-                             for group in groups)
-        self._group_of = tuple(map(groups.index, keys))
+        used = list(dict.fromkeys(itertools.chain(*keys)))  # kernels share equal structs
+        self._structs = tuple(Arguments(kind, plan, layouts, copies) for kind, copies in used)
+        self._takes = tuple([used.index(key) for key in taken] for taken in keys)
+        self._free: list[_Slot] = []  # of calls that are over
         self._counters = (counters.of_device(device)
                           if any(kernel.counter for kernel in plan.kernels) else None)
         self._reports = plan.debug and "report" in plan.cleared
@@ -123,17 +122,45 @@ class Launcher:
         HangError
             Debug builds: a CTA gave up waiting for its turn.
         """
-        addresses = (*pointers, *[workspace + offset for offset in self._offsets])
         counter = self._counters.take(stream) if self._counters else 0
-        structs = [make(addresses, counter) for make in self._makers]
-        # Addresses of each kernel's arguments: structs in `bytes` objects.
-        arguments = [kind(*[structs[i] for i in group]) for kind, group in self._groups]
+        addresses = (*pointers, *[workspace + offset for offset in self._offsets], counter, 0)
+        try:  # one step, so that no two calls, of threads or of a finalizer, get the same
+            slot = self._free.pop()
+        except IndexError:
+            slot = self._new_slot()
+        for complete, memory in slot.structs:
+            complete(memory, addresses)
         for offset, n_bytes in self._cleared:
             driver.require_cupy().cuda.runtime.memsetAsync(workspace + offset, 0, n_bytes, stream)
-        for kernel, which in zip(self._kernels, self._group_of):
-            kernel.launch(stream, arguments[which])
+        for launch, arguments in slot.launches:
+            launch(stream, arguments)
+        self._free.append(slot)
         if self._reports:
             _raise_hang(self.plan, workspace, stream)
+
+    def _new_slot(self) -> _Slot:
+        memory = [ctypes.create_string_buffer(struct.constant, len(struct.constant))
+                  for struct in self._structs]
+        return _Slot(
+            tuple((struct.complete, part) for struct, part in zip(self._structs, memory)),
+            tuple((kernel.launch, (ctypes.c_void_p * len(taken))(
+                *[ctypes.addressof(memory[i]) for i in taken]))
+                for kernel, taken in zip(self._kernels, self._takes)))
+
+
+class _Slot(NamedTuple):
+    """Memory for the parameters of one call, which no other call has at the same time.
+
+    Parameters
+    ----------
+    structs
+        What completes each struct, and its memory.
+    launches
+        What launches each kernel, and the addresses of the structs that it takes.
+    """
+
+    structs: tuple[tuple[Callable[[ctypes.Array, Sequence[int]], None], ctypes.Array], ...]
+    launches: tuple[tuple[Callable[[int, ctypes.Array], None], ctypes.Array], ...]
 
 
 class _LoadedKernel:
@@ -153,19 +180,13 @@ class _LoadedKernel:
             if plan.schedule is not None:
                 schedules.require_resident(plan.schedule, plan.shape, resident)
             self._grid = min(kernel.grid, resident)
-        self._last = () if kernel.cooperative or kernel.early else (None,)  # no "extra"
-        if kernel.early:
-            self._call = EarlyLaunch(self._function, self._grid, kernel.threads, kernel.smem_bytes,
-                                     kernel.cooperative)
-            return
-        launch = _cooperative_launch() if kernel.cooperative else _plain_launch()
-        # ctypes passes its own objects on faster than it converts Python's.
-        self._call = functools.partial(
-            launch, ctypes.c_void_p(self._function),
-            *map(ctypes.c_uint, (self._grid, 1, 1, kernel.threads, 1, 1, kernel.smem_bytes)))
+        self._call = KernelLaunch(self._function, self._grid, kernel.threads, kernel.smem_bytes,
+                                  kernel.cooperative, kernel.early)
 
     def launch(self, stream: int, arguments: ctypes.Array) -> None:
-        code = driver.with_context(lambda: self._call(stream, arguments, *self._last))
+        code = self._call(stream, arguments)
+        if code and driver.made_context(code):
+            code = self._call(stream, arguments)
         if code:
             kernel = self._kernel
             raise DeviceError(
@@ -174,24 +195,6 @@ class _LoadedKernel:
                 f"shared memory{', cooperative' if kernel.cooperative else ''}, on "
                 f"{driver.device(self._device).name}; an error of an earlier kernel may show up "
                 f"here: run with CUDA_LAUNCH_BLOCKING=1")
-
-
-# f, grid x y z, block x y z, shared memory, stream, parameters
-_LAUNCH_ARGUMENTS = [ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.c_void_p]
-
-
-@functools.cache
-def _plain_launch():
-    function = driver.library().cuLaunchKernel
-    function.argtypes = [*_LAUNCH_ARGUMENTS, ctypes.c_void_p]
-    return function
-
-
-@functools.cache
-def _cooperative_launch():
-    function = driver.library().cuLaunchCooperativeKernel
-    function.argtypes = _LAUNCH_ARGUMENTS
-    return function
 
 
 def _error_text(code: int) -> str:

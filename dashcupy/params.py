@@ -104,6 +104,6 @@ def pack(kind: str, values: dict[str, int | float | bytes]) -> bytes:
 
 
 @functools.cache
-def pointer_packer(kind: str) -> struct.Struct:
-    """Packs the pointers alone, which follow one another."""
-    return struct.Struct("@" + "".join(code for _, code in FIELDS[kind] if code == "P"))
+def leading(kind: str) -> struct.Struct:
+    """Packs the tensor maps and pointers alone, which come first."""
+    return struct.Struct("@" + "".join(code for _, code in FIELDS[kind] if code in ("P", _MAP)))

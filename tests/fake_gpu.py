@@ -14,14 +14,11 @@ from typing import NamedTuple
 import numpy as np
 
 from dashcupy import (
-    arguments, arrays, call, counters, driver, early_launch, launch, modules, params, ready)
+    arguments, arrays, call, counters, driver, kernel_launch, modules, params, ready)
 from dashcupy.config_sm90 import BACKWARD_KERNELS
 
 STREAM = 0x5000
 CURRENT_DEVICE = 0
-# CUresult; function, grid, block, shared memory, stream, parameters
-_SIGNATURE = (ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p,
-              ctypes.c_void_p)
 FUNCTIONS = {"fwd_sm80": 0xF0, "bwd_preprocess": 0xF1, "bwd_sm80": 0xF2, "fwd_sm90": 0xF3,
              "copy_rows": 0xF4, "bwd_sm90": 0xF5, "bwd_postprocess": 0xF6,
              "bwd_sm90_d64": 0xF7, "bwd_sm90_wide": 0xF8, "bwd_sm90_d192": 0xF9}
@@ -130,10 +127,6 @@ class FakeGpu:
                     eventRecord=lambda event, stream: None)))
         # Real C functions, so that ctypes converts the arguments as it does for the driver's.
         self.library = SimpleNamespace(
-            cuLaunchKernel=ctypes.CFUNCTYPE(*_SIGNATURE, ctypes.c_void_p)(
-                lambda *arguments: self._launch(set(), *arguments[:-1])),
-            cuLaunchCooperativeKernel=ctypes.CFUNCTYPE(*_SIGNATURE)(
-                lambda *arguments: self._launch({_COOPERATIVE}, *arguments)),
             cuLaunchKernelEx=ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(
                 self._launch_ex),
             cuTensorMapEncodeTiled=ctypes.CFUNCTYPE(*_ENCODE)(self._encode),
@@ -312,8 +305,7 @@ class _Event:
 @contextlib.contextmanager
 def fake_gpu(monkeypatch, **options):
     """A `FakeGpu` in place, with the memories of real ones out of the way."""
-    caches = (call._launcher, counters.of_device, launch._plain_launch, launch._cooperative_launch,
-              early_launch._launch, driver._primary_context)
+    caches = (call._launcher, counters.of_device, kernel_launch._launch, driver._primary_context)
     gpu = FakeGpu(**options)
     gpu.install(monkeypatch)
     for cache in caches:

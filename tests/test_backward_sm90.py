@@ -9,8 +9,8 @@ import pytest
 import dashcupy
 from dashcupy import call, params, source
 from dashcupy.config import choose_config
-from dashcupy.early_launch import EarlyLaunch
 from dashcupy.errors import HangError, InvalidInputError, UnsupportedError
+from dashcupy.kernel_launch import KernelLaunch
 from dashcupy.plan import make_plan
 from dashcupy.problem import Problem
 
@@ -265,11 +265,11 @@ def test_grid(monkeypatch, n_sm, max_ctas, grid):
         assert gpu.launches[1].grid == grid and gpu.launches[1].smem_bytes == 232448
 
 
-def test_early_launches_of_many_streams(monkeypatch):
+def test_launches_on_many_streams(monkeypatch):
     """A launch's config is kept for each stream: one that is taken for another's, or written while
     another thread launches, would send a kernel to the wrong stream."""
     with fake_gpu(monkeypatch) as gpu:
-        launch = EarlyLaunch(FUNCTIONS["bwd_postprocess"], 5, 256, 0, False)
+        launch = KernelLaunch(FUNCTIONS["bwd_postprocess"], 5, 256, 0, False, True)
         fields = params.pack("backward", {name: 0 for name, _ in params.FIELDS["backward"]})
         arguments = (ctypes.c_char_p * 1)(fields)
         streams = [*range(1, 200), 1, 199]

@@ -64,7 +64,7 @@ def test_pointers_follow_one_another(kind):
     codes = [code for _, code in params.FIELDS[kind]]
     n_map, n_pointer = codes.count("128s"), codes.count("P")
     assert codes[:n_map + n_pointer] == ["128s"] * n_map + ["P"] * n_pointer
-    assert params.pointer_packer(kind).size == 8 * n_pointer
+    assert params.leading(kind).size == 128 * n_map + 8 * n_pointer
     if kind in params.ARRAYS:
         given = params.ARRAYS[kind] + (params.WORKSPACE[kind] if kind == "backward" else ())
         assert tuple(name for name, code in params.FIELDS[kind] if code == "P") == given
