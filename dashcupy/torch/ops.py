@@ -24,6 +24,10 @@ _OPTIONS = "str mask, float? scale, str schedule"
 
 # By name, and each with "_backward" after it; torch.ops takes a microsecond to find one.
 OPERATORS: dict[str, torch._ops.OpOverload] = {}
+_IMPLEMENTATIONS: dict[str, tuple[Any, type[torch.autograd.Function]]] = {}
+
+_AUTOGRAD = torch._C.DispatchKey.AutogradOther  # goes with those of all devices
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 
 # What it defines goes with it, so it lives as long as this module. Not the decorator
 # torch.library.custom_op: its general checks and autograd cost another 20 us (cuda_src/README.md).
@@ -122,9 +126,9 @@ class _Attention(torch.autograd.Function):
     """An operator of ``ARRAYS`` that autograd has recorded."""
 
     @staticmethod
-    def forward(ctx, name, *arguments):
+    def forward(ctx, name, compute, *arguments):
         *arrays, mask, scale, schedule = arguments
-        output = _inside_function(name, arguments)
+        output = compute(*arguments)
         ctx.operator, ctx.options = name, (mask, scale, schedule)
         ctx.save_for_backward(*arrays, *output)
         ctx.mark_non_differentiable(output[1])
@@ -135,18 +139,18 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout, _):
         if dout is None:
             return (None,) * len(ctx.needs_input_grad)
-        grads = OPERATORS[f"{ctx.operator}_backward"](dout, *ctx.saved_tensors, *ctx.options)
+        grads = run(f"{ctx.operator}_backward", dout, *ctx.saved_tensors, *ctx.options)
         grads = (grads,) if isinstance(grads, torch.Tensor) else grads
-        return (None, *(grad if needed else None for grad, needed
-                        in zip(grads, ctx.needs_input_grad[1:])), None, None, None)
+        return (None, None, *[grad if needed else None for grad, needed
+                              in zip(grads, ctx.needs_input_grad[2:])], None, None, None)
 
 
 class _Backward(torch.autograd.Function):
     """The operator of a backward, recorded so that it can say that it has no derivative."""
 
     @staticmethod
-    def forward(ctx, name, *arguments):
-        return _inside_function(name, arguments)
+    def forward(ctx, name, compute, *arguments):
+        return compute(*arguments)
 
     @staticmethod
     def backward(ctx, *_):
@@ -155,7 +159,39 @@ class _Backward(torch.autograd.Function):
                                "PyTorch's math attention (torch.nn.attention.sdpa_kernel)")
 
 
-def _inside_function(name: str, arguments: Sequence[Any]) -> Any:
+def run(name: str, *arguments: Any) -> Any:
+    """What the operator of that name does, past the dispatcher where it has nothing to add.
+
+    Twice through it, above and below autograd, takes a third of the time of a call.
+    """
+    if not _is_plain(arguments[:-3]):
+        return OPERATORS[name](*arguments)
+    kernel, function = _IMPLEMENTATIONS[name]
+    if not torch.is_grad_enabled() or _is_excluded(_AUTOGRAD) or not any(
+            [x.requires_grad for x in arguments[:-3]]):
+        return kernel(*arguments)
+    # Not Function.apply, which looks for transforms again.
+    return super(torch.autograd.Function, function).apply(name, kernel, *arguments)
+
+
+def _is_plain(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether nobody but autograd and the kernel would see a call with these tensors.
+
+    No compiler, transform, mode, profiler or derivative in forward mode, no subclass, and all
+    values in memory as they are.
+    """
+    if (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+            or torch._C._get_tracing_state() or torch._C._autograd._profiler_enabled()
+            or forward_ad._current_level >= 0 or torch.overrides.has_torch_function(tensors)):
+        return False
+    for x in tensors:
+        # The first is also true wherever a dispatch mode is active.
+        if torch._C._dispatch_isTensorSubclassLike(x) or x.is_neg():
+            return False
+    return True
+
+
+def _inside_function(name: str, *arguments: Any) -> Any:
     """What is recorded; a transform of torch.func around the one that records does so too."""
     if not torch._C._are_functorch_transforms_active():
         return _below_autograd(name, arguments)
@@ -179,11 +215,12 @@ def _recorded(function: type[torch.autograd.Function], name: str, *arguments: An
                                "(torch.func.vjp, grad, jacrev, or backward())")
     if not (torch.is_grad_enabled() and any([x.requires_grad for x in tensors])):
         return _below_autograd(name, arguments)
+    compute = functools.partial(_inside_function, name)
     if not torch._C._are_functorch_transforms_active():
-        return function.apply(name, *arguments)
+        return function.apply(name, compute, *arguments)
     # The operator was dispatched to one transform already; Function.apply would start again.
     with enable_single_level_autograd_function():
-        return super(torch.autograd.Function, function).apply(name, *arguments)
+        return super(torch.autograd.Function, function).apply(name, compute, *arguments)
 
 
 def _vmapped(name: str, info: Any, dims: tuple, *arguments: Any) -> tuple[Any, Any]:
@@ -205,6 +242,7 @@ def _define(name: str, tensors: Sequence[str], n_results: int, kernel: Any, fake
     arguments = ", ".join([*(f"Tensor {tensor}" for tensor in tensors), _OPTIONS])
     _LIBRARY.define(f"{name}({arguments}) -> ({results})")
     OPERATORS[name] = getattr(torch.ops.dashcupy, name).default
+    _IMPLEMENTATIONS[name] = kernel, function
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     _LIBRARY.impl(name, functools.partial(_recorded, function, name), "Autograd")
     torch.library.register_fake(f"dashcupy::{name}", fake, lib=_LIBRARY)
