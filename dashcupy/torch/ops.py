@@ -184,11 +184,9 @@ def _is_plain(tensors: Sequence[torch.Tensor]) -> bool:
             or torch._C._get_tracing_state() or torch._C._autograd._profiler_enabled()
             or forward_ad._current_level >= 0 or torch.overrides.has_torch_function(tensors)):
         return False
-    for x in tensors:
-        # The first is also true wherever a dispatch mode is active.
-        if torch._C._dispatch_isTensorSubclassLike(x) or x.is_neg():
-            return False
-    return True
+    # The first is also true wherever a dispatch mode is active.
+    return not (any(map(torch._C._dispatch_isTensorSubclassLike, tensors))
+                or any(map(torch.Tensor.is_neg, tensors)))
 
 
 def _inside_function(name: str, *arguments: Any) -> Any:
