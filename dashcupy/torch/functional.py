@@ -151,8 +151,8 @@ def attend(name: str, arrays: tuple[torch.Tensor, ...], causal: bool | str, scal
         dtype = torch.get_autocast_dtype(kind)
         arrays = tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
                        for x in arrays)
-    out, lse = run(name, *[contiguous_rows(x) for x in arrays], mask_from_causal(causal),
-                   number_from_scale(scale), schedule)
+    out, lse = run(name, tuple([contiguous_rows(x) for x in arrays]),
+                   (mask_from_causal(causal), number_from_scale(scale), schedule))
     if not return_lse:
         return out
     if out.requires_grad and not torch.compiler.is_compiling():

@@ -76,15 +76,16 @@ def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous() if x.is_cuda and x.dim() and x.stride(-1) != 1 else x
 
 
-def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    *arrays, mask, scale, schedule = arguments
+def _forward(arrays: Sequence[torch.Tensor], mask: str, scale: float | None,
+             schedule: str) -> tuple[torch.Tensor, torch.Tensor]:
     _require_allowed(schedule, mask)
     return call.run("forward", _split(arrays), (None, None), causal=CAUSAL_OF_MASK[mask],
                     scale=scale)
 
 
-def _backward(dout: torch.Tensor, *arguments: Any) -> Any:
-    *arrays, out, lse, mask, scale, schedule = arguments
+def _backward(arrays: Sequence[torch.Tensor], mask: str, scale: float | None,
+              schedule: str) -> Any:
+    dout, *arrays, out, lse = arrays
     _require_allowed(schedule, mask)
     grads, parts = (), (None, None, None)
     if len(arrays) < 3:
@@ -126,10 +127,9 @@ class _Attention(torch.autograd.Function):
     """An operator of ``ARRAYS`` that autograd has recorded."""
 
     @staticmethod
-    def forward(ctx, name, compute, *arguments):
-        *arrays, mask, scale, schedule = arguments
-        output = compute(*arguments)
-        ctx.operator, ctx.options = name, (mask, scale, schedule)
+    def forward(ctx, name, compute, options, *arrays):
+        output = compute(arrays, *options)
+        ctx.operator, ctx.options = name, options
         ctx.save_for_backward(*arrays, *output)
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)  # no zeros for lse
@@ -139,18 +139,18 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout, _):
         if dout is None:
             return (None,) * len(ctx.needs_input_grad)
-        grads = run(f"{ctx.operator}_backward", dout, *ctx.saved_tensors, *ctx.options)
+        grads = run(f"{ctx.operator}_backward", (dout, *ctx.saved_tensors), ctx.options)
         grads = (grads,) if isinstance(grads, torch.Tensor) else grads
-        return (None, None, *[grad if needed else None for grad, needed
-                              in zip(grads, ctx.needs_input_grad[2:])], None, None, None)
+        return (None, None, None, *[grad if needed else None for grad, needed
+                                    in zip(grads, ctx.needs_input_grad[3:])])
 
 
 class _Backward(torch.autograd.Function):
     """The operator of a backward, recorded so that it can say that it has no derivative."""
 
     @staticmethod
-    def forward(ctx, name, compute, *arguments):
-        return compute(*arguments)
+    def forward(ctx, name, compute, options, *arrays):
+        return compute(arrays, *options)
 
     @staticmethod
     def backward(ctx, *_):
@@ -159,19 +159,20 @@ class _Backward(torch.autograd.Function):
                                "PyTorch's math attention (torch.nn.attention.sdpa_kernel)")
 
 
-def run(name: str, *arguments: Any) -> Any:
+def run(name: str, arrays: tuple[torch.Tensor, ...],
+        options: tuple[str, float | None, str]) -> Any:
     """What the operator of that name does, past the dispatcher where it has nothing to add.
 
     Twice through it, above and below autograd, takes a third of the time of a call.
     """
-    if not _is_plain(arguments[:-3]):
-        return OPERATORS[name](*arguments)
+    if not _is_plain(arrays):
+        return OPERATORS[name](*arrays, *options)
     kernel, function = _IMPLEMENTATIONS[name]
     if not torch.is_grad_enabled() or _is_excluded(_AUTOGRAD) or not any(
-            [x.requires_grad for x in arguments[:-3]]):
-        return kernel(*arguments)
+            [x.requires_grad for x in arrays]):
+        return kernel(arrays, *options)
     # Not Function.apply, which looks for transforms again.
-    return super(torch.autograd.Function, function).apply(name, kernel, *arguments)
+    return super(torch.autograd.Function, function).apply(name, kernel, options, *arrays)
 
 
 def _is_plain(tensors: Sequence[torch.Tensor]) -> bool:
@@ -189,12 +190,12 @@ def _is_plain(tensors: Sequence[torch.Tensor]) -> bool:
                 or any(map(torch.Tensor.is_neg, tensors)))
 
 
-def _inside_function(name: str, *arguments: Any) -> Any:
+def _inside_function(name: str, arrays: Sequence[torch.Tensor], *options: Any) -> Any:
     """What is recorded; a transform of torch.func around the one that records does so too."""
     if not torch._C._are_functorch_transforms_active():
-        return _below_autograd(name, arguments)
+        return _below_autograd(name, (*arrays, *options))
     with torch.enable_grad():  # off inside a Function
-        return _below_autograd(name, arguments)
+        return _below_autograd(name, (*arrays, *options))
 
 
 def _below_autograd(name: str, arguments: Sequence[Any]) -> Any:
@@ -213,12 +214,12 @@ def _recorded(function: type[torch.autograd.Function], name: str, *arguments: An
                                "(torch.func.vjp, grad, jacrev, or backward())")
     if not (torch.is_grad_enabled() and any([x.requires_grad for x in tensors])):
         return _below_autograd(name, arguments)
-    compute = functools.partial(_inside_function, name)
+    given = name, functools.partial(_inside_function, name), arguments[-3:], *tensors
     if not torch._C._are_functorch_transforms_active():
-        return function.apply(name, compute, *arguments)
+        return function.apply(*given)
     # The operator was dispatched to one transform already; Function.apply would start again.
     with enable_single_level_autograd_function():
-        return super(torch.autograd.Function, function).apply(name, compute, *arguments)
+        return super(torch.autograd.Function, function).apply(*given)
 
 
 def _vmapped(name: str, info: Any, dims: tuple, *arguments: Any) -> tuple[Any, Any]:
@@ -241,7 +242,8 @@ def _define(name: str, tensors: Sequence[str], n_results: int, kernel: Any, fake
     _LIBRARY.define(f"{name}({arguments}) -> ({results})")
     OPERATORS[name] = getattr(torch.ops.dashcupy, name).default
     _IMPLEMENTATIONS[name] = kernel, function
-    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, lambda *arguments: kernel(arguments[:-3], *arguments[-3:]),
+                  "CompositeExplicitAutograd")
     _LIBRARY.impl(name, functools.partial(_recorded, function, name), "Autograd")
     torch.library.register_fake(f"dashcupy::{name}", fake, lib=_LIBRARY)
     torch.library.register_vmap(f"dashcupy::{name}", functools.partial(_vmapped, name),
