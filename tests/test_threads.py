@@ -4,7 +4,7 @@ import itertools
 import threading
 
 import pytest
-from fake_gpu import FakeArray, fake_gpu
+from fake_gpu import FUNCTIONS, FakeArray, fake_gpu
 
 import dashcupy
 
@@ -36,6 +36,25 @@ def one_call(number):
     return pointers, sizes
 
 
+def expect_launched(gpu, calls):
+    """That each call of `one_call` was launched with its own addresses, maps and sizes."""
+    forwards = {launch.fields["lse"]: launch for launch in gpu.launches
+                if launch.kernel == "fwd_sm90"}
+    backwards = {launch.fields["dq"]: launch for launch in gpu.launches
+                 if launch.kernel.startswith("bwd_sm")}
+    assert len(forwards) == len(backwards) == len(calls)
+    for pointers, sizes in calls:
+        forward, backward = forwards[pointers["lse"]].fields, backwards[pointers["dq"]].fields
+        maps = {name: forward[f"{name}_map"].pointer for name in ("q", "k", "v", "out")}
+        assert maps == {name: pointers[name] for name in maps}
+        for name, pointer in pointers.items():
+            assert backward[name] == pointer
+            if f"{name}_map" in backward:
+                assert backward[f"{name}_map"].pointer == pointer
+        for name, size in sizes.items():
+            assert forward[name] == backward[name] == size
+
+
 @pytest.mark.parametrize("warm", [False, True], ids=["first calls", "known calls"])
 def test_threads_do_not_mix_their_calls(gpu, warm):
     """An address, a map or a grid of another thread's call is silent garbage."""
@@ -55,24 +74,29 @@ def test_threads_do_not_mix_their_calls(gpu, warm):
     for thread in threads:
         thread.join()
     assert len(calls) == N_THREAD * N_ROUND
-    forwards = {launch.fields["lse"]: launch for launch in gpu.launches
-                if launch.kernel == "fwd_sm90"}
-    backwards = {launch.fields["dq"]: launch for launch in gpu.launches
-                 if launch.kernel.startswith("bwd_sm")}
-    assert len(forwards) == len(backwards) == len(calls)
-    for pointers, sizes in calls:
-        forward, backward = forwards[pointers["lse"]].fields, backwards[pointers["dq"]].fields
-        maps = {name: forward[f"{name}_map"].pointer for name in ("q", "k", "v", "out")}
-        assert maps == {name: pointers[name] for name in maps}
-        for name, pointer in pointers.items():
-            assert backward[name] == pointer
-            if f"{name}_map" in backward:
-                assert backward[f"{name}_map"].pointer == pointer
-        for name, size in sizes.items():
-            assert forward[name] == backward[name] == size
-    counters = [launch.fields["work_counter"] for launch in forwards.values()]
+    expect_launched(gpu, calls)
+    counters = [launch.fields["work_counter"] for launch in gpu.launches
+                if launch.kernel == "fwd_sm90"]
     counters = [counter for counter in counters if counter]
     assert len(set(counters)) == len(counters) > 0
     spaces = sorted((array.data.ptr, array.data.ptr + array.shape[0]) for array in gpu.allocated
                     if array.dtype == "uint8")
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spaces))
+
+
+def test_a_call_inside_a_call(gpu):
+    """A finalizer may run between any two steps of a call, and make one of the same kind."""
+    one_call(0)
+    gpu.launches.clear()
+    launch, calls, pending = gpu._launch, [], ["fwd_sm90", "bwd_preprocess"]
+
+    def interrupted(attributes, function, *arguments):
+        if pending and function == FUNCTIONS[pending[0]]:
+            pending.pop(0)
+            calls.append(one_call(0))
+        return launch(attributes, function, *arguments)
+
+    gpu._launch = interrupted
+    calls.append(one_call(0))
+    assert len(calls) == 3
+    expect_launched(gpu, calls)
