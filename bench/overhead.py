@@ -31,6 +31,7 @@ GOAL_US = 60
 DIFFERENTIABLE = "differentiable, forward + backward"
 DIFFERENTIABLE_GOAL_US = 100
 SDPA = "sdpa of PyTorch, forward + backward"  # beside the line above: the machine's own share
+CALLING_THREAD = ", one thread"  # no thread of autograd's for the backward
 AROUND_NOTHING = "differentiable, nothing computed"
 
 
@@ -86,6 +87,19 @@ def differentiable(arrays: list) -> dict[str, Callable[[], object]]:
             SDPA: lambda: torch.autograd.grad(sdpa(), inputs, dout)}
 
 
+def on_each_thread(arrays: list, wait: Callable[[], None], rounds: int) -> list[dict]:
+    """Differentiable calls with the backward in autograd's own thread, and in the one that calls.
+    """
+    import torch
+
+    records = []
+    for own, suffix in ((True, ""), (False, CALLING_THREAD)):
+        functions = {name + suffix: call for name, call in differentiable(arrays).items()}
+        with torch.autograd.set_multithreading_enabled(own):
+            records += report("torch", functions, wait, rounds)
+    return records
+
+
 def around_nothing(rounds: int) -> list[dict]:
     """What PyTorch and the layer for it take alone: the same on the CPU, with nothing computed."""
     import torch
@@ -131,8 +145,8 @@ def report(framework: str, functions: dict[str, Callable[[], object]], wait: Cal
     records = []
     for name, call in functions.items():
         least, median = microseconds(call, wait, rounds)
-        goal = DIFFERENTIABLE_GOAL_US if name in (DIFFERENTIABLE, SDPA) else GOAL_US
-        print(f"{framework:6} {name:34} least {least:6.1f}  median {median:6.1f} us"
+        goal = DIFFERENTIABLE_GOAL_US if name.startswith((DIFFERENTIABLE, SDPA)) else GOAL_US
+        print(f"{framework:6} {name:46} least {least:6.1f}  median {median:6.1f} us"
               f"{'' if least < goal else f'  (goal: {goal})'}", flush=True)
         records.append({"framework": framework, "call": name, "least_us": round(least, 2),
                         "median_us": round(median, 2)})
@@ -160,10 +174,9 @@ def main(arguments: list[str] | None = None) -> int:
         records += around_nothing(options.rounds)
     for framework in chosen:
         arrays, wait, make_workspace = ARRAYS[framework]()
-        functions = calls(arrays, make_workspace)
+        records += report(framework, calls(arrays, make_workspace), wait, options.rounds)
         if framework == "torch":
-            functions |= differentiable(arrays)
-        records += report(framework, functions, wait, options.rounds)
+            records += on_each_thread(arrays, wait, options.rounds)
     if options.json:
         machine = timing.environment() if chosen else {}
         lines = json.dumps(machine | {"calls": records}, indent=1)

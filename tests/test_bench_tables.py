@@ -216,3 +216,18 @@ def test_overhead_is_written_down(tmp_path):
         ("any", "plan, forward"), ("any", "plan, backward"),
         *[("torch", overhead.AROUND_NOTHING)] * bool(importlib.util.find_spec("torch"))]
     assert all(0 < row["least_us"] <= row["median_us"] for row in found)
+
+
+def test_differentiable_calls_are_timed_on_each_thread(monkeypatch):
+    """Beside PyTorch's own, with autograd's thread and without it."""
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    from bench import overhead
+    threads = []
+    monkeypatch.setattr(overhead, "microseconds", lambda call, wait, rounds: (
+        threads.append(torch._C._is_multithreading_enabled()) or (1.0, 2.0)))
+    records = overhead.on_each_thread(list(torch.randn(4, *overhead.SHAPE)), None, 1)
+    assert [(record["call"].removesuffix(overhead.CALLING_THREAD), thread)
+            for record, thread in zip(records, threads, strict=True)] == [
+        (name, thread) for thread in (True, False)
+        for name in (overhead.DIFFERENTIABLE, overhead.SDPA)]
+    assert sum(record["call"].endswith(overhead.CALLING_THREAD) for record in records) == 2

@@ -183,7 +183,7 @@ def test_launch_errors_name_the_launch(gpu):
 
 
 def test_a_thread_without_a_context_gets_one(gpu):
-    """cuLaunchKernel needs a current context, which a new thread of the caller does not have."""
+    """cuLaunchKernelEx needs a current context, which a new thread of the caller does not have."""
     gpu.codes = [201]
     dashcupy.attention(*forward_arrays())
     assert len(gpu.launches) == 1
