@@ -19,8 +19,6 @@
 
 constexpr int N_K_STEP = HEAD_DIM / 16, N_KEY_STEP = KV_TILE / 16;
 constexpr int N_SCORE = KV_TILE / 2;  // accumulators of a thread
-// Whose part is stored; a comparison in every build, as ptxas runs out of registers without it.
-constexpr u32 FIRST_TICKET = DC_UNORDERED ? ~0u : 0u;
 
 // [64][KV_TILE]: a b^T, both with HEAD_DIM columns.
 DC_FN void start_scores(float (&s)[N_SCORE], u32 rows, u32 keys) {
@@ -161,7 +159,7 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
       mbarrier_arrive_warp(smem_address(&barriers.ds_full[stage]), lane);
       float4* dq_at = reinterpret_cast<float4*>(params.dq_accum) +
                       i64(step.tile_index) * (Q_TILE * HEAD_DIM / 4) + 32 * warp + lane;
-      const bool is_first = step.ticket == FIRST_TICKET;
+      const Send send = how_to_send(step);
       random_delay(t);
 #pragma unroll
       for (int i = 0; i < N_PANEL; ++i) {
@@ -169,7 +167,7 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
         wgmma_wait<1>();  // panel i
         keep_below(dq);
         if (i == 0) mbarrier_wait(smem_address(&barriers.turn[0]), full_parity(t));
-        send_dq(dq, dq_at + i * (8 * WARPGROUP_SIZE), is_first);
+        send_dq<8>(dq, 0, dq_at + i * (8 * WARPGROUP_SIZE), send);
         if (i + 2 < N_PANEL) {
           start_dq(dq, ds, k_rows, i + 2);
         } else if (i + 2 == N_PANEL) {

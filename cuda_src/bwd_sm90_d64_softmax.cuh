@@ -5,14 +5,14 @@
 // t of warpgroup w = t % 2; the other one is in another phase of its own step:
 //
 //   S(t)                            from the iteration before, or the start of the kv tile
-//   dP = dout v^T                   under it:
 //   P = exp2(S * scale_log2 - lse_log2)  -> p[w]
+//   dq_part(t - 2) -> dq_accum      at its turn, between the exponentials
+//   dP = dout v^T                   when dq's registers are free
 //   dS = P (dP - delta)                  -> ds[w]
 //   dq = dS k                       under it: fence, and P and dS handed to the gradient warps
-//   S(t + 2) = q k^T                queued behind dq, runs while dq is sent
-//   dq_part -> dq_accum             at its turn
+//   S(t + 2) = q k^T                queued behind dq
 //
-// Registers of 160: S 64 + dP 64, of which dS takes 32 packed and dq 32 in turn.
+// Registers of 160: S or P 64; dP 64, of which dS takes 32 packed and dq 32 in turn.
 #pragma once
 #include "bwd_sm90_d64_layout.cuh"
 #include "bwd_sm90_scores.cuh"
@@ -53,12 +53,16 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
 
   float s[64];
   int n = 0;      // batches so far
-  int begin = 0;  // steps before batch n
+  int begin = 0, end = 0;  // steps before batch n, and before the next one
+  bool masked = false;     // as batch n says
   const auto wait_for_batch = [&]() {
     mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
+    const Batch& batch = smem.batches[n % N_BATCH];
+    end = begin + warp_uniform(batch.count);
+    masked = warp_uniform(batch.masked != 0);
   };
   const auto next_batch = [&]() {
-    begin += warp_uniform(smem.batches[n % N_BATCH].count);
+    begin = end;
     mbarrier_arrive_warp(smem_address(&barriers.batch_empty[n % N_BATCH]), lane);
     ++n;
   };
@@ -70,14 +74,12 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
   };
 
   // What a step needs to know before S is there.
-  bool masked = false;
   float lse_log2 = 0.f, lse_log2_8 = 0.f;
   const auto look_up = [&](int t) {
-    while (t >= begin + warp_uniform(smem.batches[n % N_BATCH].count)) {
+    while (t >= end) {
       next_batch();
       wait_for_batch();
     }
-    masked = warp_uniform(smem.batches[n % N_BATCH].masked != 0);
     const u32 lse_at = smem_address(&smem.lse_log2[t % N_STAGE][row]);
     lse_log2 = ld_shared_f32(lse_at), lse_log2_8 = ld_shared_f32(lse_at + 32);
   };
@@ -96,6 +98,9 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
     const bool has_steps = begin < kv_end;
     if (has_steps)
       mbarrier_wait(smem_address(&barriers.kv_full[kv_stage]), full_parity(kv_tile / N_KV_STAGE));
+    float dq[32];
+    float4* dq_at = nullptr;
+    Send send = Send::NOTHING;  // what dq holds: the part of our step before
     if (t < kv_end) {
       wait_for_stage(t);
       start_scores(s, q_rows(t), k_rows);
@@ -108,17 +113,18 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
       const Batch& batch = smem.batches[n % N_BATCH];
       const Step& step = batch.steps[t - begin];
       const int use = t / N_SOFTMAX;
-      float dp[64], dq[32];
+      float dp[64];
       u32 ds[32];  // packed, as A operand
-      start_scores(dp, q_rows(t) + (N_STAGE * Q_TILE_BYTES) / 16, v_rows);
-      wgmma_commit();
       if (masked)
         hide_unseen(s, Mask{params.q_len, params.kv_len, params.mask_offset},
                     step.q_tile * Q_TILE + row, batch.row0 + 2 * (lane % 4));
       random_delay(t);
       mbarrier_wait(scores_empty, empty_parity(use));
+      if (send != Send::NOTHING) mbarrier_wait(turn, full_parity(use - 1));
 #pragma unroll
       for (int k = 0; k < N_KEY_STEP; ++k) {
+        // Additions in one go would keep the warps for as long by themselves.
+        if (k % 2 == 0) send_dq<2>(dq, k, dq_at, send);
         u32 p[4];
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
@@ -132,6 +138,9 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
         }
         stmatrix_x4(fragment(p_at, k), p[0], p[1], p[2], p[3]);
       }
+      if (send != Send::NOTHING) mbarrier_arrive_warp(dq_added, lane);
+      start_scores(dp, q_rows(t) + (N_STAGE * Q_TILE_BYTES) / 16, v_rows);
+      wgmma_commit();
       const u32 delta_at = smem_address(&smem.delta[t % N_STAGE][row]);
       const float delta = ld_shared_f32(delta_at), delta_8 = ld_shared_f32(delta_at + 32);
       wgmma_wait<0>();
@@ -162,21 +171,18 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
         wait_for_stage(t + N_SOFTMAX);
         start_scores(s, q_rows(t + N_SOFTMAX), k_rows);
         wgmma_commit();
-      } else {           // an empty group
-        wgmma_fence();  // without it ptxas puts one in, and says so
-        wgmma_commit();
       }
-      float4* dq_at = reinterpret_cast<float4*>(params.dq_accum) +
-                      i64(step.tile_index) * (Q_TILE * HEAD_DIM / 4) + 32 * warp + lane;
-      const bool is_first = !DC_UNORDERED && step.ticket == 0;
-      wgmma_wait<1>();  // dq is done
-      random_delay(t);
-      mbarrier_wait(turn, full_parity(use));
-      send_dq(dq, dq_at, is_first);
-      mbarrier_arrive_warp(dq_added, lane);
+      dq_at = reinterpret_cast<float4*>(params.dq_accum) +
+              i64(step.tile_index) * (Q_TILE * HEAD_DIM / 4) + 32 * warp + lane;
+      send = how_to_send(step);
       t += N_SOFTMAX;
-      if (t < kv_end) look_up(t);
-      wgmma_wait<0>();
+      if (t < kv_end) look_up(t);  // under S; `step` is another one from here on
+      wgmma_wait<0>();             // dq and S
+    }
+    if (send != Send::NOTHING) {
+      mbarrier_wait(turn, full_parity(t / N_SOFTMAX - 1));
+      send_dq<8>(dq, 0, dq_at, send);
+      mbarrier_arrive_warp(dq_added, lane);
     }
     if (has_steps) mbarrier_arrive_warp(smem_address(&barriers.kv_empty[kv_stage]), lane);
     for (bool is_last = false; !is_last;) {

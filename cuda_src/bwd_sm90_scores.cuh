@@ -17,17 +17,24 @@ DC_FN void hide_unseen(float (&s)[N], const Mask& mask, int row, int key) {
       if (8 * j + e % 2 >= (e < 2 ? end : end_8)) s[4 * j + e] = -infinity();
 }
 
-// Adds 64 columns of a part of dq, or stores them if it is the first. The turn has come: what
-// others added happened before the turn warp saw their release, and so before this.
-DC_FN void send_dq(const float (&dq)[32], float4* to, bool is_first) {
-  if (is_first) {
+// What is to be done with a part of dq: it is stored if it is the first of its q tile. With
+// DC_UNORDERED none is; a comparison all the same, as ptxas runs out of registers without it.
+enum class Send { NOTHING, STORE, ADD };
+DC_FN Send how_to_send(const Step& step) {
+  return step.ticket == (DC_UNORDERED ? ~0u : 0u) ? Send::STORE : Send::ADD;
+}
+
+// Sends 8 N columns of a part of dq, from 8 j on. The turn has come: what others added happened
+// before the turn warp saw their release, and so before this.
+template <int N>
+DC_FN void send_dq(const float (&dq)[32], int j, float4* to, Send send) {
+  if (send == Send::ADD) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j)
-      st_cg(to + j * WARPGROUP_SIZE,
-            make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]));
-  } else {
+    for (int i = 4 * j; i < 4 * (j + N); i += 4)
+      red_add_v4(to + i / 4 * WARPGROUP_SIZE, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+  } else if (send == Send::STORE) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j)
-      red_add_v4(to + j * WARPGROUP_SIZE, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+    for (int i = 4 * j; i < 4 * (j + N); i += 4)
+      st_cg(to + i / 4 * WARPGROUP_SIZE, make_float4(dq[i], dq[i + 1], dq[i + 2], dq[i + 3]));
   }
 }
