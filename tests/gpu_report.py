@@ -12,6 +12,7 @@ from dashcupy import driver, nvrtc, source
 
 PATH = Path(__file__).with_name("gpu_report.json")
 _RANK = {"passed": 0, "skipped": 1, "failed": 2}
+_PHASES = ("setup", "call", "teardown")
 
 
 class GpuReport:
@@ -32,8 +33,13 @@ class GpuReport:
         self._outcomes: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report):
-        """Keep the worst outcome of set-up, call and tear-down of each GPU test."""
-        if "gpu" not in report.keywords and "sm90" not in report.keywords:
+        """Keep the worst outcome of set-up, call and tear-down of each GPU test.
+
+        What pytest-xdist reports of a test that ended its worker is none of these, and has no
+        keywords.
+        """
+        is_crash = report.when not in _PHASES
+        if not is_crash and "gpu" not in report.keywords and "sm90" not in report.keywords:
             return
         before = self._outcomes.get(report.nodeid, "passed")
         self._outcomes[report.nodeid] = max(before, report.outcome, key=_RANK.get)

@@ -10,8 +10,9 @@ import pytest
 from dashcupy import driver, nvrtc
 
 
-def report(nodeid, outcome, *keywords):
-    return SimpleNamespace(nodeid=nodeid, outcome=outcome, keywords=dict.fromkeys(keywords))
+def report(nodeid, outcome, *keywords, when="call"):
+    return SimpleNamespace(nodeid=nodeid, outcome=outcome, keywords=dict.fromkeys(keywords),
+                           when=when)
 
 
 @pytest.fixture
@@ -30,6 +31,17 @@ def test_counts(tmp_path, machine):
     assert {key: record[key] for key in ("passed", "failed", "skipped", "device", "arguments")} == {
         "passed": 1, "failed": 1, "skipped": 1, "device": "card", "arguments": ["-m", "gpu"]}
     assert "1 GPU tests failed" in gpu_report.complaint(tmp_path / "report.json")
+
+
+def test_a_test_that_ends_its_worker_has_failed(tmp_path, machine):
+    """Its set-up had passed, so it counted as passed: a kernel that hangs left a green record."""
+    plugin = gpu_report.GpuReport(tmp_path / "report.json", [])
+    plugin.pytest_runtest_logreport(report("a", "passed", "gpu", when="setup"))
+    plugin.pytest_runtest_logreport(report("a", "failed", when="???"))
+    plugin.pytest_runtest_logreport(report("b", "failed", when="???"))
+    plugin.pytest_sessionfinish()
+    record = json.loads((tmp_path / "report.json").read_text())
+    assert (record["passed"], record["failed"]) == (0, 2)
 
 
 def test_no_record_without_a_gpu(tmp_path, machine):

@@ -9,6 +9,11 @@ import pytest
 # JAX would take three quarters of the card at its first use.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+# Processes of pytest-xdist side by side, each with a thread for every core, take seconds for what
+# one thread does at once.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A kernel that hangs cannot be interrupted from Python, so the process ends itself and says where.
 # Under pytest-xdist that costs one worker, and the run goes on. A test that starts processes of its
 # own asks for more with `support.limit`.
