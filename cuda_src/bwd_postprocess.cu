@@ -19,7 +19,7 @@
 
 constexpr int N_THREAD = 256;
 constexpr int Q_TILE = DC_Q_TILE, HEAD_DIM_PAD = DC_HEAD_DIM_PAD;
-static_assert(Q_TILE == 64 && HEAD_DIM_PAD % 64 == 0, "the accumulators of a warpgroup");
+static_assert(Q_TILE == 64 && HEAD_DIM_PAD % 32 == 0, "the accumulators of a warpgroup");
 static_assert(DC_PARAMS_BYTES == sizeof(BackwardParams), "params.py packs another struct");
 
 extern "C" __global__ void __launch_bounds__(N_THREAD)

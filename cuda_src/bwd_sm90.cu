@@ -37,6 +37,11 @@ extern "C" __global__ void __launch_bounds__(N_THREAD, 1)
       write_dq(smem, params, warp - FIRST_WRITER_WARP);
   } else {
     raise_registers<CONSUMER_REGISTERS>();
-    consume(smem, params, warpgroup - 1, warp, lane);
+    if (dq_columns(0) == dq_columns(1))
+      consume<dq_columns(0)>(smem, params, warpgroup - 1, warp, lane);
+    else if (warpgroup == 1)
+      consume<dq_columns(0)>(smem, params, 0, warp, lane);
+    else
+      consume<dq_columns(1)>(smem, params, 1, warp, lane);
   }
 }

@@ -6,7 +6,8 @@
 #include "tile/row_values.cuh"
 
 constexpr int Q_TILE = DC_Q_TILE, KV_TILE = DC_KV_TILE, HEAD_DIM = DC_HEAD_DIM_PAD;
-static_assert(Q_TILE == 64 && KV_TILE == 128 && HEAD_DIM == 128, "the tiles of the main loop");
+static_assert(Q_TILE == 64 && KV_TILE == 128 && (HEAD_DIM == 96 || HEAD_DIM == 128),
+              "the tiles of the main loop");
 static_assert(DC_HEAD_DIM % 8 == 0 && DC_HEAD_DIM <= HEAD_DIM, "columns past the end are zeros");
 
 // Warpgroup 0 helps, one role a warp; the other two compute.
@@ -14,15 +15,18 @@ constexpr int N_CONSUMER = 2, CONSUMER_WARPS = 4 * N_CONSUMER;
 constexpr int PRODUCER_WARP = 0, FIRST_WRITER_WARP = 1, PLANNER_WARP = 3;
 constexpr int N_STAGE = 2;      // q and dout tiles; one dq slot, with a writer, for each
 constexpr int N_WRITER = N_STAGE, N_Q_STAGE = N_STAGE, N_DOUT_STAGE = N_STAGE;
-constexpr int N_PANEL = HEAD_DIM / 64;
+constexpr int N_PANEL = 2;  // of 64 columns; of those from HEAD_DIM on nothing is read
+// Columns of dq that a consumer makes.
+DC_FN constexpr int dq_columns(int w) { return w == 0 ? 64 : HEAD_DIM - 64; }
 constexpr int N_THREAD = WARPGROUP_SIZE * (1 + N_CONSUMER);
 constexpr int HELPER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 // 65536 registers for 384 threads are 168 each at launch; setmaxnreg shares those out.
 static_assert(HELPER_REGISTERS + N_CONSUMER * CONSUMER_REGISTERS <= 168 * (1 + N_CONSUMER),
               "registers");
 
-constexpr int Q_TILE_BYTES = Q_TILE * HEAD_DIM * 2, KV_TILE_BYTES = KV_TILE * HEAD_DIM * 2;
+constexpr int Q_TILE_BYTES = Q_TILE * N_PANEL * 128, KV_TILE_BYTES = KV_TILE * N_PANEL * 128;
 constexpr int DS_BYTES = KV_TILE * Q_TILE * 2, DQ_BYTES = Q_TILE * HEAD_DIM * 4;
+constexpr int DQ_PANEL_BYTES = Q_TILE * 64 * 4;  // of consumer 0
 constexpr int ROW_TILE_BYTES = Q_TILE * ROW_VALUE_BYTES;
 
 // Keys that the diagonal hides; those that do not exist are hidden by the row values.

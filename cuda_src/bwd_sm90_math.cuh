@@ -2,7 +2,7 @@
 //
 // Warpgroup w holds keys 64 w .. 64 w + 63 of the kv tile as rows (S^T and dP^T are [key][q row]),
 // so P and dS are the A operands of dv and dk as they lie in registers; dq needs dS of all keys,
-// through shared memory, and each warpgroup makes the dq columns 64 w .. 64 w + 63.
+// through shared memory, and each warpgroup makes the dq columns from 64 w on (dq_columns).
 //
 // Step t (products of both warpgroups run beside one another and beside the other's arithmetic):
 //
@@ -16,15 +16,16 @@
 //
 // Registers of 240: dk 64 + dv 64, S 32 + dP 32 (dP's become dq), packed P and dS 32, k of the
 // first K_REGISTER_STEPS k steps 12 (every product of S that reads k from registers leaves 8 KB of
-// shared memory bandwidth to others; with 4 k steps ptxas serialises), constant columns 8.
+// shared memory bandwidth to others; with 4 k steps ptxas serialises), constant columns 8. With 96
+// columns dk and dv leave room for all of k.
 #pragma once
 #include "bwd_sm90_layout.cuh"
 #include "bwd_sm90_products.cuh"
 #include "ptx/math.cuh"
 #include "ptx/stmatrix.cuh"
 
-constexpr int K_REGISTER_STEPS = 3;
 constexpr int N_K_STEP = HEAD_DIM / 16;
+constexpr int K_REGISTER_STEPS = HEAD_DIM == 96 ? N_K_STEP : 3;
 // From one panel of 64 columns to the next.
 constexpr int KV_PANEL_BYTES = KV_TILE * PANEL_ROW_BYTES, Q_PANEL_BYTES = Q_TILE * PANEL_ROW_BYTES;
 
@@ -32,7 +33,7 @@ constexpr int KV_PANEL_BYTES = KV_TILE * PANEL_ROW_BYTES, Q_PANEL_BYTES = Q_TILE
 struct Consumer {
   int w, warp, lane;            // warpgroup among the consumers, warp within, lane
   u32 k_rows, v_rows;           // low descriptors: its 64 keys as A of S and dP
-  u32 k_columns;                // k as B of dq: its 64 columns
+  u32 k_columns;                // k as B of dq: its columns
   u32 fragment_at, swizzle_row;  // a lane's row in a tile of 128 byte rows, as stmatrix wants it
 
   DC_FN Consumer(const SharedStorage& smem, int w, int warp, int lane)
@@ -53,7 +54,7 @@ struct Consumer {
 
 // Registers that live as long as a kv tile.
 struct KvTile {
-  float dk[64], dv[64];
+  float dk[HEAD_DIM / 2], dv[HEAD_DIM / 2];
   u32 k[K_REGISTER_STEPS][4];  // A operand of the first k steps of S
   u32 lse_ones[2];              // A operand that brings in lse, and hides keys that do not exist
 };
@@ -69,8 +70,9 @@ DC_FN void wait_ds(const SharedStorage& smem, int t) {
   fence_async_smem();
 }
 
-// dq[64 q rows][64 columns] = dS^T k.
-DC_FN void start_dq(float (&dq)[32], const SharedStorage& smem, const Consumer& me, int t) {
+// dq[64 q rows][its columns] = dS^T k.
+template <int N>
+DC_FN void start_dq(float (&dq)[N], const SharedStorage& smem, const Consumer& me, int t) {
   const u32 ds = descriptor_low(smem_address(smem.ds), DS_BYTES) + stage_of(t) * (DS_BYTES / 16);
   wgmma_fence();
 #pragma unroll
@@ -86,14 +88,15 @@ DC_FN void start_dq(float (&dq)[32], const SharedStorage& smem, const Consumer& 
 }
 
 // Hands dq of step t to its writer.
-DC_FN void store_dq_part(const float (&dq)[32], SharedStorage& smem, const Consumer& me, int t) {
+template <int N>
+DC_FN void store_dq_part(const float (&dq)[N], SharedStorage& smem, const Consumer& me, int t) {
   const int slot = stage_of(t);
-  const u32 at = smem_address(smem.dq) + slot * DQ_BYTES + me.w * (DQ_BYTES / 2) +
+  const u32 at = smem_address(smem.dq) + slot * DQ_BYTES + me.w * DQ_PANEL_BYTES +
                  (32 * me.warp + me.lane) * 16;
   random_delay(t);
   mbarrier_wait(smem_address(&smem.barriers.dq_empty[slot]), empty_parity(t >> 1));
 #pragma unroll
-  for (int j = 0; j < 8; ++j)
+  for (int j = 0; j < N / 4; ++j)
     st_shared_v4(at + j * WARPGROUP_SIZE * 16, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2],
                  dq[4 * j + 3]);
   mbarrier_arrive_warp(smem_address(&smem.barriers.dq_full[slot]), me.lane);
@@ -101,6 +104,7 @@ DC_FN void store_dq_part(const float (&dq)[32], SharedStorage& smem, const Consu
 
 // Step t of the kernel (counted over all kv tiles), the first of its kv tile or not; its batch ends
 // before t_end, and all of it is cut by the diagonal, or nothing.
+template <int DQ_COLUMNS>
 DC_FN void visit(KvTile& kv, SharedStorage& smem, const BackwardParams& params, const Consumer& me,
                  int t, int t_end, bool is_first, u32 delta_ones, u32 zero, const Batch& batch,
                  bool masked) {
@@ -111,7 +115,7 @@ DC_FN void visit(KvTile& kv, SharedStorage& smem, const BackwardParams& params, 
   const u32 q_columns = descriptor_low(smem_address(smem.q), Q_PANEL_BYTES) + q;
   const u32 dout_columns = descriptor_low(smem_address(smem.dout), Q_PANEL_BYTES) + q;
   const u64 rows = row_values_descriptor(smem_address(smem.rows) + stage * ROW_TILE_BYTES);
-  float s[32], dp[32], dq[32];
+  float s[32], dp[32], dq[DQ_COLUMNS / 2];
   u32 p[16], ds[16];  // packed, as A operands
 
   mbarrier_wait(smem_address(&smem.barriers.q_full[stage]), full_parity(t >> 1));
@@ -179,9 +183,10 @@ DC_FN void visit(KvTile& kv, SharedStorage& smem, const BackwardParams& params, 
 
 // Step t where the diagonal hides all of this warpgroup's keys: its P and dS are zeros, which leave
 // dk and dv as they are, and the tensor cores to the other one.
+template <int DQ_COLUMNS>
 DC_FN void visit_hidden(SharedStorage& smem, const Consumer& me, int t, bool is_first) {
   const int stage = stage_of(t);
-  float dq[32];
+  float dq[DQ_COLUMNS / 2];
   wait_ds(smem, t - 1);
   start_dq(dq, smem, me, t - 1);
   const u32 ds_at = smem_address(smem.ds) + stage * DS_BYTES;
@@ -206,6 +211,7 @@ DC_FN void take_kv_tile(KvTile& kv, const SharedStorage& smem, const BackwardPar
     ldmatrix_x4(kv.k[k], smem_address(smem.k) + k / 4 * KV_PANEL_BYTES + me.fragment(k % 4));
 }
 
+template <int DQ_COLUMNS>
 DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int warp, int lane) {
   const Consumer me(smem, w, warp, lane);
   const Barriers& barriers = smem.barriers;
@@ -220,7 +226,7 @@ DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int
     wait_for_batch();
     if (warp_uniform(smem.batches[n % N_BATCH].stop != 0)) return;
 #pragma unroll
-    for (int i = 0; i < 64; ++i) kv.dk[i] = kv.dv[i] = 0.f;
+    for (int i = 0; i < HEAD_DIM / 2; ++i) kv.dk[i] = kv.dv[i] = 0.f;
     if (warp_uniform(smem.batches[n % N_BATCH].count > 0))
       take_kv_tile(kv, smem, params, me, smem.batches[n % N_BATCH]);
     int is_first = 1;  // first step of the kv tile
@@ -235,9 +241,9 @@ DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int
       while (t < t_end) {  // two loops: with one, ptxas serialises the products of some schedules
 #pragma unroll 1
         for (; t < t_end && !hidden(); ++t, is_first = 0)
-          visit(kv, smem, params, me, t, t_end, is_first, delta_ones, zero, batch, masked);
+          visit<DQ_COLUMNS>(kv, smem, params, me, t, t_end, is_first, delta_ones, zero, batch, masked);
         if (t < t_end) {
-          visit_hidden(smem, me, t, is_first);
+          visit_hidden<DQ_COLUMNS>(smem, me, t, is_first);
           ++t, is_first = 0;
         }
       }
@@ -253,7 +259,7 @@ DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int
     const u32 staging = smem_address(smem.ds) + stage_of(t) * DS_BYTES;
     const auto fragment = [&](int k) { return me.fragment(k); };
     if (!is_first) mbarrier_arrive_warp(smem_address(&barriers.v_empty), lane);
-    float dq[32];
+    float dq[DQ_COLUMNS / 2];
     wait_ds(smem, t - 1);
     start_dq(dq, smem, me, t - 1);  // of old bytes, and dropped, if the kv tile had no step
     wgmma_wait<0>();

@@ -45,9 +45,9 @@ DC_FN void store_rows(const float (&acc)[N], u32 staging, int row0, const Fragme
   constexpr int LANES = PANEL_ROW_BYTES / 16, ROWS = WARP_SIZE / LANES;
   const int lane_row = lane / LANES, chunk = lane % LANES;
 #pragma unroll
-  for (int panel = 0; panel < N / 32; ++panel) {
+  for (int panel = 0; 32 * panel < N; ++panel) {
 #pragma unroll
-    for (int k = 0; k < PANEL_COLUMNS / 16; ++k) {
+    for (int k = 0; k < PANEL_COLUMNS / 16 && 32 * panel + 8 * k < N; ++k) {
       const auto word = [&](int i) {
         const int at = 32 * panel + 8 * k + 2 * i;
         return pack(acc[at] * scale, acc[at + 1] * scale);

@@ -77,9 +77,10 @@ class BackwardLoop:
     @property
     def smem_bytes(self) -> int:
         """Shared memory of a CTA: SharedStorage of its layout."""
-        q_bytes, kv_bytes = (2 * rows * self.head_dim_pad for rows in (self.q_tile, self.kv_tile))
+        row_bytes = 2 * _PANEL_COLUMNS * -(-self.head_dim_pad // _PANEL_COLUMNS)
+        q_bytes, kv_bytes = self.q_tile * row_bytes, self.kv_tile * row_bytes
         score_bytes = 2 * self.q_tile * self.kv_tile
-        row_bytes = self.q_stages * self.q_tile * ROW_VALUE_BYTES
+        value_bytes = self.q_stages * self.q_tile * ROW_VALUE_BYTES
         tiles = 2 * kv_bytes + (self.q_stages + self.do_stages) * q_bytes
         if self.kernel == "bwd_sm90_d64":
             # k and v again; lse and delta; P and dS of two warpgroups; dk and dv; steps left.
@@ -92,11 +93,13 @@ class BackwardLoop:
             barriers = 2 * (self.q_stages + self.do_stages) + 3 + 4 * 2 + 2
         elif self.kernel == "bwd_sm90":
             # dS twice; dq; row values.
-            tiles += 2 * score_bytes + self.dq_slots * 2 * q_bytes + row_bytes
+            dq_bytes = 4 * self.q_tile * self.head_dim_pad
+            tiles += 2 * score_bytes + self.dq_slots * dq_bytes + value_bytes
             barriers = 4 * self.q_stages + 3 + 2 * self.dq_slots
         else:
             # P and dS twice; dq; row values.
-            tiles += 4 * score_bytes + self.dq_slots * 4 * self.q_tile * _PANEL_COLUMNS + row_bytes
+            dq_bytes = 4 * self.q_tile * _PANEL_COLUMNS
+            tiles += 4 * score_bytes + self.dq_slots * dq_bytes + value_bytes
             barriers = 2 * (self.q_stages + self.do_stages) + 2 + 3 + 4 + self.dq_slots + 1
         total = tiles + _BATCHES_BYTES + 8 * (barriers + 3 * _N_BATCH + 1)
         return -(-total // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
@@ -106,6 +109,8 @@ _BACKWARD_LOOPS = (
     BackwardLoop("bwd_sm90_d64", 64, 64, 128, 16, 4, 4, 0,
                  "two warpgroups take the steps in turn, a third holds dk and dv of all keys in "
                  "registers"),
+    BackwardLoop("bwd_sm90", 96, 64, 128, 12, 2, 2, 2,
+                 "two warpgroups hold dk and dv of 64 keys each in registers"),
     BackwardLoop("bwd_sm90", 128, 64, 128, 12, 2, 2, 2,
                  "two warpgroups hold dk and dv of 64 keys each in registers"),
     BackwardLoop("bwd_sm90_d192", 192, 64, 96, 16, 2, 2, 0,

@@ -92,6 +92,11 @@ def test_shared_memory_by_hand():
         assert (config.q_tile, config.kv_tile, config.n_warp) == (64, 128, n_warp)
         assert config.smem_bytes == 227 * 1024
 
+    # 96 columns: panels as for 128, but for dq.
+    used = 2 * 32768 + 4 * 16384 + 2 * 16384 + 2 * 24576 + 2 * 1024 + batches + 24 * 8
+    assert choose_config(problem(head_dim=96), "backward", H200).smem_bytes == \
+        -(-used // 1024) * 1024
+
     # The same of bwd_sm90_wide_layout.cuh at 256: two q tiles, one dout tile, P and dS twice, two
     # panels of dq.
     k_v, q_dout, scores, dq = 2 * 32768, 3 * 32768, 4 * 8192, 2 * 16384

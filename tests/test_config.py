@@ -65,7 +65,8 @@ def test_other_generations_keep_the_portable_kernels(target):
 
 
 @pytest.mark.parametrize("head_dim, expected", [
-    (64, ("bwd_sm90_d64", 64, 128, 64)), (72, ("bwd_sm90", 64, 128, 128)),
+    (64, ("bwd_sm90_d64", 64, 128, 64)), (72, ("bwd_sm90", 64, 128, 96)),
+    (96, ("bwd_sm90", 64, 128, 96)), (104, ("bwd_sm90", 64, 128, 128)),
     (128, ("bwd_sm90", 64, 128, 128)), (136, ("bwd_sm90_d192", 64, 96, 192)),
     (192, ("bwd_sm90_d192", 64, 96, 192)), (200, ("bwd_sm90_wide", 64, 64, 256)),
     (256, ("bwd_sm90_wide", 64, 64, 256))])

@@ -26,7 +26,7 @@ TESTS = Path(__file__).resolve().parent.parent
 SCHEDULED = [(name, mask) for name in schedules.names() for mask in ("full", "causal")
              if schedules.supports(name, mask)]
 # Other GPUs have no kernels above 128.
-HEAD_DIMS = (64, 128, *(pytest.param(head_dim, marks=pytest.mark.sm90)
+HEAD_DIMS = (64, 96, 128, *(pytest.param(head_dim, marks=pytest.mark.sm90)
                         for head_dim in (192, 256)))
 NAMES = truth.NAMES
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
