@@ -113,16 +113,7 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
 #pragma unroll
       for (int k = 0; k < N_KEY_STEP; ++k) {
         u32 p[4];
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          float* x = s + 8 * k + 4 * j;
-          x[0] = exp2_approx(fmaf(x[0], params.scale_log2, -lse_log2));
-          x[1] = exp2_approx(fmaf(x[1], params.scale_log2, -lse_log2));
-          x[2] = exp2_approx(fmaf(x[2], params.scale_log2, -lse_log2_8));
-          x[3] = exp2_approx(fmaf(x[3], params.scale_log2, -lse_log2_8));
-          p[2 * j] = pack(x[0], x[1]);
-          p[2 * j + 1] = pack(x[2], x[3]);
-        }
+        take_exponentials(p, s, k, params.scale_log2, lse_log2, lse_log2_8);
         stmatrix_x4_trans(p_at + 16 * k * PANEL_ROW_BYTES, p[0], p[1], p[2], p[3]);
       }
       fence_async_smem();
@@ -139,12 +130,7 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
       u32 ds[4 * N_KEY_STEP];  // packed, as A operand
 #pragma unroll
       for (int k = 0; k < N_KEY_STEP; ++k) {
-#pragma unroll
-        for (int j = 2 * k; j < 2 * k + 2; ++j) {
-          ds[2 * j] = pack(s[4 * j] * (dp[4 * j] - delta), s[4 * j + 1] * (dp[4 * j + 1] - delta));
-          ds[2 * j + 1] = pack(s[4 * j + 2] * (dp[4 * j + 2] - delta_8),
-                               s[4 * j + 3] * (dp[4 * j + 3] - delta_8));
-        }
+        multiply_scores(ds, s, dp, k, delta, delta_8);
         stmatrix_x4_trans(ds_at + 16 * k * PANEL_ROW_BYTES, ds[4 * k], ds[4 * k + 1],
                           ds[4 * k + 2], ds[4 * k + 3]);
       }

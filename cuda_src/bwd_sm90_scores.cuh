@@ -1,4 +1,4 @@
-// The Hopper backwards with q rows as rows of S: masks, and dq from the registers of softmax warps.
+// The Hopper backwards with q rows as rows of S: masks, P and dS, and dq from registers to its sum.
 #pragma once
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
@@ -15,6 +15,35 @@ DC_FN void hide_unseen(float (&s)[N], const Mask& mask, int row, int key) {
 #pragma unroll
     for (int e = 0; e < 4; ++e)
       if (8 * j + e % 2 >= (e < 2 ? end : end_8)) s[4 * j + e] = -infinity();
+}
+
+// P of 16 keys, number k of the tile, in place of S; packed as an operand, too. Values of this
+// lane's first row and of row + 8.
+template <int N>
+DC_FN void take_exponentials(u32 (&p)[4], float (&s)[N], int k, float scale_log2, float lse_log2,
+                             float lse_log2_8) {
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    float* x = s + 8 * k + 4 * j;
+    x[0] = exp2_approx(fmaf(x[0], scale_log2, -lse_log2));
+    x[1] = exp2_approx(fmaf(x[1], scale_log2, -lse_log2));
+    x[2] = exp2_approx(fmaf(x[2], scale_log2, -lse_log2_8));
+    x[3] = exp2_approx(fmaf(x[3], scale_log2, -lse_log2_8));
+    p[2 * j] = pack(x[0], x[1]);
+    p[2 * j + 1] = pack(x[2], x[3]);
+  }
+}
+
+// dS of the same, from P and dP.
+template <int N>
+DC_FN void multiply_scores(u32 (&ds)[N / 2], const float (&p)[N], const float (&dp)[N], int k,
+                           float delta, float delta_8) {
+#pragma unroll
+  for (int j = 2 * k; j < 2 * k + 2; ++j) {
+    ds[2 * j] = pack(p[4 * j] * (dp[4 * j] - delta), p[4 * j + 1] * (dp[4 * j + 1] - delta));
+    ds[2 * j + 1] = pack(p[4 * j + 2] * (dp[4 * j + 2] - delta_8),
+                         p[4 * j + 3] * (dp[4 * j + 3] - delta_8));
+  }
 }
 
 // What is to be done with a part of dq: it is stored if it is the first of its q tile. With
