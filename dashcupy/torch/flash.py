@@ -40,7 +40,7 @@ def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p
     -------
     out : Tensor, shape of ``q``
     softmax_lse : Tensor, shape [batch, n_q_head, q_len], float32
-        With ``return_attn_probs``; a loss that depends on it is refused, as by `attention`.
+        With ``return_attn_probs``; no gradient flows through it.
     S_dmask : Tensor, empty
         With ``return_attn_probs``.
 
@@ -109,5 +109,5 @@ def _flash(function: str, name: str, arrays: tuple[torch.Tensor, ...], dropout_p
             schedule, mask_from_causal(causal)):
         raise UnsupportedError(f"{function}: schedule={schedule!r} is not deterministic, and "
                                f"deterministic=True was given: use another, such as 'auto'")
-    found = attend(name, arrays, causal, softmax_scale, schedule, return_attn_probs)
-    return (*found, found[0].new_empty(0)) if return_attn_probs else found
+    out, lse = attend(name, arrays, causal, softmax_scale, schedule, True)
+    return (out, lse, out.new_empty(0)) if return_attn_probs else out

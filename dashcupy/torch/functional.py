@@ -32,7 +32,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
     schedule : str, optional
         As for `dashcupy.attention_backward`.
     return_lse : bool, optional
-        Also return the log-sum-exp, through which no gradient is taken.
+        Also return the log-sum-exp, through which no gradient flows.
 
     Returns
     -------
@@ -46,9 +46,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
         As `dashcupy.attention` and `dashcupy.attention_backward`. What torch.compile finds while
         it traces comes wrapped in its own error.
     UnsupportedError
-        Also for a loss that depends on ``lse`` (in its backward; not inside torch.compile and
-        torch.export, where a gradient that is not there looks like any other: ``lse`` is then a
-        constant), second derivatives, forward-mode derivatives, and a schedule that is not
+        Also for second derivatives, forward-mode derivatives, and a schedule that is not
         deterministic under ``torch.use_deterministic_algorithms(True)``, which is read at every
         call (with ``warn_only=True`` it warns).
 
@@ -153,37 +151,7 @@ def attend(name: str, arrays: tuple[torch.Tensor, ...], causal: bool | str, scal
                        for x in arrays)
     out, lse = run(name, tuple([contiguous_rows(x) for x in arrays]),
                    (mask_from_causal(causal), number_from_scale(scale), schedule))
-    if not return_lse:
-        return out
-    if out.requires_grad and not torch.compiler.is_compiling():
-        lse = _WithoutGradient.apply(lse, out)
-    return out, lse
-
-
-class _WithoutGradient(torch.autograd.Function):
-    """lse as a part of the graph that ``out`` belongs to: a loss that depends on it is refused.
-
-    Its gradient would be dropped in silence otherwise. Around the operator, not inside: what traces
-    an operator asks for the gradients of all its results, used or not.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(lse, out):
-        return lse.view_as(lse)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx, dlse):
-        # Reentrant checkpoints send zeros to what the loss does not use.
-        if dlse is not None and (torch._C._are_functorch_transforms_active() or dlse.any()):
-            raise UnsupportedError("the loss depends on lse, through which no gradient is taken: "
-                                   "use lse.detach() if that is meant")
-        return None, None
+    return (out, lse) if return_lse else out
 
 
 def require_tensors(arrays: dict[str, Any]) -> None:
