@@ -281,10 +281,9 @@ def parser(script: str, text: str, schedules: str | None = None) -> argparse.Arg
 
 def count(text: str) -> int:
     """Type of an option that says how many: 1 or more."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} (allowed: 1 or more)")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} (allowed: whole numbers from 1 on)")
+    return int(text)
 
 
 def script(main: Callable[[], int]) -> None:

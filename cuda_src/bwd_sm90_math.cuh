@@ -241,7 +241,8 @@ DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int
       while (t < t_end) {  // two loops: with one, ptxas serialises the products of some schedules
 #pragma unroll 1
         for (; t < t_end && !hidden(); ++t, is_first = 0)
-          visit<DQ_COLUMNS>(kv, smem, params, me, t, t_end, is_first, delta_ones, zero, batch, masked);
+          visit<DQ_COLUMNS>(kv, smem, params, me, t, t_end, is_first, delta_ones, zero, batch,
+                            masked);
         if (t < t_end) {
           visit_hidden<DQ_COLUMNS>(smem, me, t, is_first);
           ++t, is_first = 0;

@@ -97,8 +97,7 @@ class BackwardConfig:
     ----------
     kernel
         ``"bwd_sm80"``, ``"bwd_sm90"``, ``"bwd_sm90_d64"``, ``"bwd_sm90_d192"``,
-        ``"bwd_sm90_wide"``, or ``"cpu"`` for
-        the NumPy backend.
+        ``"bwd_sm90_wide"``, or ``"cpu"`` for the NumPy backend.
     q_stages, do_stages
         Tiles of q, and of dout, in flight; 0 on the CPU.
     dq_slots

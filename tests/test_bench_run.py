@@ -188,7 +188,7 @@ def test_command_line_runs_the_scripts(monkeypatch, capsys, tmp_path):
     assert "this problem is computed on the CPU" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["bench", "cpu", "--heads", "0"])
-    assert "argument --heads: 0 (allowed: 1 or more)" in capsys.readouterr().err
+    assert "argument --heads: 0 (allowed: whole numbers from 1 on)" in capsys.readouterr().err
     harness = sys.modules["dashcupy.bench.harness"]
 
     def none():

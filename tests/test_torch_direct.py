@@ -91,8 +91,10 @@ def test_modes_see_the_operators(kind, seen):
     assert [name for name in mode.names if name in NAMES] == seen
 
 
-def test_the_profiler_sees_the_operators():
-    with torch.profiler.profile() as profile:
+@pytest.mark.parametrize("all_threads", [False, True])
+def test_the_profiler_sees_the_operators(all_threads):
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=all_threads)
+    with torch.profiler.profile(experimental_config=config) as profile:
         results(*tensors())
     assert {f"dashcupy::{name}" for name in NAMES} <= {event.name for event in profile.events()}
 
@@ -117,6 +119,15 @@ def test_subclasses_come_back():
 def test_negated_memory_is_read_as_its_values():
     q, k, v, _ = (x.detach() for x in tensors())
     assert torch.equal(dash.attention(torch._neg_view(q), k, v), dash.attention(-q, k, v))
+
+
+def test_zeros_without_memory():
+    """PyTorch makes such gradients; what reads memory would find none."""
+    q, k, v, dout = tensors()
+    out = dash.attention(torch._efficientzerotensor(q.shape), k, v)
+    assert torch.equal(out, dash.attention(torch.zeros(q.shape), k, v))
+    out.backward(torch._efficientzerotensor(out.shape))
+    assert not v.grad.any()
 
 
 def test_a_wrapper_that_has_left_its_transform():

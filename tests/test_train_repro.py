@@ -223,7 +223,7 @@ def test_refusals_say_what_to_do(arguments, words, capsys):
 
 @pytest.mark.parametrize("arguments, words", [
     (["--lr", "nan"], "allowed: a finite number > 0"), (["--lr", "0"], "finite number > 0"),
-    (["--hash-every", "-3"], "-3 (allowed: 1 or more)")])
+    (["--hash-every", "-3"], "-3 (allowed: whole numbers from 1 on)")])
 def test_numbers_out_of_range_are_refused(arguments, words, capsys):
     with pytest.raises(SystemExit, match="2"):
         _main(*TINY, *arguments)

@@ -42,8 +42,8 @@
 // What the bulk copy reads from shared memory was written by other threads through the generic
 // proxy: after their barrier the one thread needs fence.proxy.async for shared memory as well.
 //
-// With additions from the registers of several warps (bwd_sm90_d64, bwd_sm90_d192) nothing leaves the generic
-// proxy, so no proxy fence is needed, and the two CTA barriers are mbarriers:
+// With additions from the registers of several warps (bwd_sm90_d64, bwd_sm90_d192) nothing leaves
+// the generic proxy, so no proxy fence is needed, and the two CTA barriers are mbarriers:
 //
 //   one thread:    turnstile_wait or _ready(t), then an arrival at `turn`
 //   four warps:    wait for `turn`: what the one thread acquired happened before this

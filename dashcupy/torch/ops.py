@@ -184,11 +184,13 @@ def _is_plain(tensors: Sequence[torch.Tensor]) -> bool:
     """
     if (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
             or torch._C._get_tracing_state() or torch._C._autograd._profiler_enabled()
+            or torch.autograd.profiler._is_profiler_enabled  # one that follows all threads
             or forward_ad._current_level >= 0 or torch.overrides.has_torch_function(tensors)):
         return False
     # The first is also true wherever a dispatch mode is active.
     return not (any(map(torch._C._dispatch_isTensorSubclassLike, tensors))
-                or any(map(torch.Tensor.is_neg, tensors)))
+                or any(map(torch.Tensor.is_neg, tensors))
+                or any(map(torch.Tensor._is_zerotensor, tensors)))
 
 
 def _inside_function(name: str, arrays: Sequence[torch.Tensor], *options: Any) -> Any:
