@@ -6,20 +6,23 @@
 #include "tile/turnstile.cuh"
 
 static_assert((N_SOFTMAX & (N_SOFTMAX - 1)) == 0, "turns are told apart by bits");
+// The turn warp holds a batch until its last part is added, the softmax warps may send that part
+// when they know the step N_SOFTMAX on, and a batch may have a single step.
+static_assert(N_BATCH > N_SOFTMAX, "else a ring of batches that all wait for one another");
 
 // Turn warp w waits until the ticket of a step of softmax warpgroup w has come, lets it add its
 // part, and ends the turn when all its warps have. While they are at it, the warp looks whether the
 // ticket of their next step has come too, and says so before the release, whose fence takes about
 // as long as a step.
 //
-// Nothing hangs. A part is added once it is computed and its turn has come; a step is computed once
-// the part of N_SOFTMAX steps before has been added. That is the machine of dashcupy/simulate.py
-// with slots = N_SOFTMAX, for two freed of one rule (parts in order), and freeing a rule only lets
-// more happen. A CTA of a team takes its next work when the turn of all its parts has come, as the
-// contract of the schedules asks (turns_came); what then is left of them waits for nobody.
+// Nothing hangs. A part waits for its turn and, beside that, for parts before it in the order of its
+// CTA alone (its own step and, in bwd_sm90_d64, the start of the warpgroup's next one); so the
+// machine of dashcupy/simulate.py that adds the parts of a CTA in order proves it. A CTA of a team
+// takes its next work when the turn of all its parts has come, as the contract of the schedules
+// asks (turns_came); what then is left of them waits for nobody.
 //
-// With DC_UNORDERED every part is added when it is computed, to zeros that bwd_preprocess has put
-// there: to measure what the order costs.
+// With DC_UNORDERED no part waits for a turn, and all are added, to zeros that bwd_preprocess has
+// put there: to measure what the order costs.
 DC_FN void take_turns(SharedStorage& smem, const BackwardParams& params, int w) {
   const Barriers& barriers = smem.barriers;
   const u32 turn = smem_address(&barriers.turn[w]);

@@ -29,6 +29,7 @@ KINDS = {
     (64, "bfloat16"): ("auto", "ascending", "descending", "shortest_first", "shift",
                        "symmetric_shift"),
     (72, "float16"): ("descending", "auto"),
+    (88, "bfloat16"): ("ascending", "auto"),
     (96, "bfloat16"): ("shortest_first", "shift", "symmetric_shift"),
     (128, "bfloat16"): ("auto", "ascending", "descending", "shortest_first", "shift",
                         "symmetric_shift"),
@@ -36,6 +37,7 @@ KINDS = {
 }
 if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
     KINDS |= {(136, "float16"): ("auto", "shift"),
+              (184, "bfloat16"): ("shortest_first", "auto"),
               (192, "bfloat16"): ("auto", "ascending", "shortest_first", "symmetric_shift"),
               (256, "bfloat16"): ("auto", "descending")}
 LAYOUTS = {

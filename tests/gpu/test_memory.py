@@ -108,10 +108,11 @@ def test_negative_strides(head_dim):
 
 @pytest.mark.parametrize("case", [
     Case(200, 333, "causal", n_q_head=4), Case(333, 200, "full", 40, "float16", n_q_head=4),
-    Case(200, 333, "causal", 72, "float16", n_q_head=4), Case(200, 333, "causal", 128, n_q_head=4),
+    Case(200, 333, "causal", 72, "float16", n_q_head=4), Case(200, 333, "causal", 96, n_q_head=4),
+    Case(200, 333, "causal", 128, n_q_head=4),
     *(pytest.param(Case(200, 333, "causal", head_dim, n_q_head=4), marks=pytest.mark.sm90)
-      for head_dim in (136, 256))],
-    ids=["d64", "d40", "d72", "d128", "d136", "d256"])
+      for head_dim in (136, 192, 256))],
+    ids=["d64", "d40", "d72", "d96", "d128", "d136", "d192", "d256"])
 def test_surroundings_are_neither_read_nor_written(case):
     # NaN before, behind and between rows, heads and batch items: a padded column, row or key that
     # is loaded and multiplied by 0 gives NaN. Results lie in such arrays too.
