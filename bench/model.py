@@ -118,7 +118,6 @@ def fit(found: Sequence[Mapping]) -> Fit:
     """
     first = found[0]
     kernel = first["kernel"]["name"]
-    # bwd_sm80 adds from registers; the Hopper kernels have two parts under way.
     slots = BACKWARD_TABLE[kernel].slots
     writer = "pipelined" if slots else "serial"
     used = [r for r in found if ours.is_deterministic(r["schedule_used"])
