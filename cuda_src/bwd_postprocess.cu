@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(N_THREAD)
     return;
   }
   if (DC_DEBUG) wait_for_kernels_before();  // bounded waits are for turns, not for a whole backward
-  if (threadIdx.x < DC_DQ_SUMS)
+  if (threadIdx.x < DC_CLUSTER)
     turnstile_wait(params.dq_semaphore + i64(blockIdx.x) * DC_SEMAPHORE_STRIDE + threadIdx.x,
                    Turn{int(blockIdx.x), -1, q_tile, u32(n_part)}, params.report);
   __syncthreads();

@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(N_THREAD, 1)
   if (warpgroup == 0) {
     drop_registers<HELPER_REGISTERS>();
     if (warp == PLANNER_WARP)
-      plan_steps(smem, params, lane);
+      plan_steps(smem, params, lane, take_work);
     else if (warp == PRODUCER_WARP && lane == 0)
       load_tiles(smem, params, maps);
     else if (warp >= FIRST_TURN_WARP && lane == 0)

@@ -11,7 +11,11 @@ DC_FN SharedStorage& open_shared_storage() {
   extern __shared__ __align__(1024) u8 smem_bytes[];
   SharedStorage& smem = *reinterpret_cast<SharedStorage*>(smem_bytes);
   if (threadIdx.x == 0) init_barriers(smem);
+#if DC_CLUSTER > 1
+  cluster_sync();
+#else
   __syncthreads();
+#endif
   wait_for_kernels_before();  // row values, semaphores, counter
   return smem;
 }
@@ -53,13 +57,22 @@ DC_FN int plan_batch(SharedStorage& smem, const BackwardParams& params,
     batch.stop = 0;
     batch.batch = place.head / n_kv_head;
     batch.kv_head = place.head % n_kv_head;
-    batch.row0 = kv_tile * KV_TILE;
+    batch.row0 = kv_tile * KV_TILE + cta_rank() * CTA_KEYS;
   }
   return count;
 }
 
-// The planner: takes works from the counter and lists their steps for everybody else.
-DC_FN void plan_steps(SharedStorage& smem, const BackwardParams& params, int lane) {
+// The next work, from the counter.
+DC_FN int take_work(SharedStorage&, const BackwardParams& params, int, int lane) {
+  int work = 0;
+  if (lane == 0) work = int(atomicAdd(params.work_counter, 1u));
+  return __shfl_sync(0xffffffffu, work, 0);
+}
+
+// The planner: takes works and lists their steps for everybody else.
+template <class TakeWork>
+DC_FN void plan_steps(SharedStorage& smem, const BackwardParams& params, int lane,
+                      const TakeWork& take_next) {
   let_next_kernel_start();  // bwd_postprocess, which waits for each sum by itself
   const Barriers& barriers = smem.barriers;
   int n = 0;  // batches so far
@@ -87,9 +100,7 @@ DC_FN void plan_steps(SharedStorage& smem, const BackwardParams& params, int lan
     // teams a work waits only for works taken before it, and may be taken while we are busy.
     if (n_work > 0 && schedule::team_size(shape) > 1)
       mbarrier_wait(smem_address(&barriers.turns_came), full_parity(n_work - 1));
-    int work = 0;
-    if (lane == 0) work = int(atomicAdd(params.work_counter, 1u));
-    work = __shfl_sync(0xffffffffu, work, 0);
+    const int work = take_next(smem, params, n_work, lane);
     if (work >= n_head * schedule::num_work(shape)) {
       if (lane == 0) smem.batches[n % N_BATCH].stop = 1;
       publish();

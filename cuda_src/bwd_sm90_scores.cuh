@@ -55,8 +55,8 @@ DC_FN Send how_to_send(const Step& step) {
 
 // Sends 8 N columns of a part of dq, from 8 j on. The turn has come: what others added happened
 // before the turn warp saw their release, and so before this.
-template <int N>
-DC_FN void send_dq(const float (&dq)[32], int j, float4* to, Send send) {
+template <int N, int M>
+DC_FN void send_dq(const float (&dq)[M], int j, float4* to, Send send) {
   if (send == Send::ADD) {
 #pragma unroll
     for (int i = 4 * j; i < 4 * (j + N); i += 4)

@@ -3,12 +3,21 @@
 #include "params.cuh"
 #include "schedules/contract.cuh"
 #include DC_SCHEDULE
+#include "ptx/cluster.cuh"
 #include "ptx/dependent_launch.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/warpgroup.cuh"
 #include "tile/mask.cuh"
 
 static_assert(DC_PARAMS_BYTES == sizeof(BackwardParams), "params.py packs another struct");
+
+// CTAs of a cluster share a kv tile: each has CTA_KEYS of its keys.
+constexpr int CTA_KEYS = DC_KV_TILE / DC_CLUSTER;
+#if DC_CLUSTER > 1
+DC_FN int cta_rank() { return cluster_rank(); }
+#else
+DC_FN int cta_rank() { return 0; }
+#endif
 
 // One visit of this CTA: q tile `q_tile` of q head `q_head` of the group.
 struct Step {

@@ -30,7 +30,7 @@ DC_FN void take_turns(SharedStorage& smem, const BackwardParams& params, int w) 
     mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
   };
   const auto semaphore_of = [&](const Step& step) {
-    return params.dq_semaphore + i64(step.tile_index) * DC_SEMAPHORE_STRIDE;
+    return params.dq_semaphore + i64(step.tile_index) * DC_SEMAPHORE_STRIDE + cta_rank();
   };
   int step0 = 0;         // steps before this batch
   bool granted = false;  // the softmax warps know that the turn of the next step has come

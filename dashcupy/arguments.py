@@ -161,7 +161,7 @@ def _backward_maps(plan: Plan, layouts: Mapping[str, Layout]) -> list[Callable]:
     maps = []
     for name in names:
         rows, begin, end = (
-            (plan.config.kv_tile, 0, key_end) if name in ("k", "v") else
+            (plan.config.kv_tile // plan.config.cluster, 0, key_end) if name in ("k", "v") else
             (plan.config.q_tile, first_row, problem.q_len))
         layout = layouts[name]
         if f"{name}_copy" in copied:

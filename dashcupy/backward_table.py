@@ -15,8 +15,6 @@ class BackwardKernel:
     ----------
     row_values
         Whether lse and delta come as operands of a product (``tile/row_values.cuh``).
-    dq_sums
-        Semaphores of a q tile: its columns are as many sums, each with turns of its own.
     slots
         Parts of dq that a CTA may have under way: of ``dashcupy.simulate.Costs``.
     defines
@@ -38,7 +36,6 @@ class BackwardKernel:
     """
 
     row_values: bool = False
-    dq_sums: int = 1
     slots: int = 2
     defines: tuple[tuple[str, str], ...] = ()
     group_rows: int = 2**17
@@ -71,7 +68,7 @@ BACKWARD_TABLE = {
         causal="shortest_first", causal_group="descending"),
     # Rows are twice as long: one head, or two for two teams. q, dout and dq_accum of two long heads
     # with the full mask do not fit L2, and CTAs that walk over the q tiles together read each once.
-    "bwd_sm90_wide": BackwardKernel(
-        row_values=True, dq_sums=2, group_rows=2**14, group_heads=(1, 2),
+    "bwd_sm90_d256": BackwardKernel(
+        slots=1, group_rows=2**14, group_heads=(1, 2),
         team_tiles=(range(8, 129), range(8, _ANY_MORE))),
 }

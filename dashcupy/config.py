@@ -97,11 +97,13 @@ class BackwardConfig:
     ----------
     kernel
         ``"bwd_sm80"``, ``"bwd_sm90"``, ``"bwd_sm90_d64"``, ``"bwd_sm90_d192"``,
-        ``"bwd_sm90_wide"``, or ``"cpu"`` for the NumPy backend.
+        ``"bwd_sm90_d256"``, or ``"cpu"`` for the NumPy backend.
     q_stages, do_stages
         Tiles of q, and of dout, in flight; 0 on the CPU.
     dq_slots
         Parts of dq in shared memory: `config_sm90.BackwardLoop`; 0 elsewhere.
+    cluster
+        CTAs that share a kv tile, each with an equal part of its rows.
     """
 
     kernel: str
@@ -114,6 +116,7 @@ class BackwardConfig:
     smem_bytes: int
     reason: str
     dq_slots: int = 0
+    cluster: int = 1
 
 
 Config = ForwardConfig | ForwardSm90Config | BackwardConfig
@@ -263,4 +266,4 @@ def _backward_sm90_config(head_dim: int, smem_text: str) -> BackwardConfig:
     loop = config_sm90.backward_loop(head_dim)
     return BackwardConfig(loop.kernel, loop.q_tile, loop.kv_tile, loop.n_warp, loop.head_dim_pad,
                           loop.q_stages, loop.do_stages, loop.smem_bytes,
-                          f"{smem_text}; {loop.reason}", loop.dq_slots)
+                          f"{smem_text}; {loop.reason}", loop.dq_slots, loop.cluster)

@@ -48,7 +48,7 @@ class BackwardLoop:
     Parameters
     ----------
     kernel
-        ``"bwd_sm90_d64"``, ``"bwd_sm90"``, ``"bwd_sm90_d192"`` or ``"bwd_sm90_wide"``.
+        ``"bwd_sm90_d64"``, ``"bwd_sm90"``, ``"bwd_sm90_d192"`` or ``"bwd_sm90_d256"``.
     head_dim_pad
         Columns in the products; those from ``head_dim`` on are zeros.
     q_tile, kv_tile
@@ -58,10 +58,11 @@ class BackwardLoop:
     q_stages, do_stages
         Tiles of q, and of dout, in shared memory.
     dq_slots
-        Parts of dq in shared memory: of ``bwd_sm90`` q tiles, of ``bwd_sm90_wide`` 64 columns of
-        them; the others have none.
+        q tiles of dq in shared memory; those that add from registers have none.
     reason
         Why these.
+    cluster
+        CTAs that share a kv tile, each with an equal part of its rows.
     """
 
     kernel: str
@@ -73,13 +74,15 @@ class BackwardLoop:
     do_stages: int
     dq_slots: int
     reason: str
+    cluster: int = 1
 
     @property
     def smem_bytes(self) -> int:
         """Shared memory of a CTA: SharedStorage of its layout."""
         row_bytes = 2 * _PANEL_COLUMNS * -(-self.head_dim_pad // _PANEL_COLUMNS)
-        q_bytes, kv_bytes = self.q_tile * row_bytes, self.kv_tile * row_bytes
-        score_bytes = 2 * self.q_tile * self.kv_tile
+        n_key = self.kv_tile // self.cluster
+        q_bytes, kv_bytes = self.q_tile * row_bytes, n_key * row_bytes
+        score_bytes = 2 * self.q_tile * n_key
         value_bytes = self.q_stages * self.q_tile * ROW_VALUE_BYTES
         tiles = 2 * kv_bytes + (self.q_stages + self.do_stages) * q_bytes
         if self.kernel == "bwd_sm90_d64":
@@ -97,10 +100,11 @@ class BackwardLoop:
             tiles += 2 * score_bytes + self.dq_slots * dq_bytes + value_bytes
             barriers = 4 * self.q_stages + 3 + 2 * self.dq_slots
         else:
-            # P and dS twice; dq; row values.
-            dq_bytes = 4 * self.q_tile * _PANEL_COLUMNS
-            tiles += 4 * score_bytes + self.dq_slots * dq_bytes + value_bytes
-            barriers = 2 * (self.q_stages + self.do_stages) + 2 + 3 + 4 + self.dq_slots + 1
+            # Half of k of the other CTA; P, dS, and dS of the other CTA twice; lse and delta; steps
+            # left; the work.
+            tiles += kv_bytes // 2 + 6 * score_bytes + self.q_stages * 2 * 4 * self.q_tile
+            tiles += 4 * _N_BATCH + 4
+            barriers = 2 * (self.q_stages + self.do_stages) + 3 + 6 * 2 + 2 + 2
         total = tiles + _BATCHES_BYTES + 8 * (barriers + 3 * _N_BATCH + 1)
         return -(-total // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
 
@@ -115,8 +119,9 @@ _BACKWARD_LOOPS = (
                  "two warpgroups hold dk and dv of 64 keys each in registers"),
     BackwardLoop("bwd_sm90_d192", 192, 64, 96, 16, 2, 2, 0,
                  "one warpgroup makes the scores, two hold dk and dv of all keys in registers"),
-    BackwardLoop("bwd_sm90_wide", 256, 64, 64, 12, 2, 1, 2,
-                 "two warpgroups hold 128 columns of dk and dv each in registers"),
+    BackwardLoop("bwd_sm90_d256", 256, 64, 128, 16, 2, 1, 0,
+                 "two CTAs share a kv tile; in each one warpgroup makes the scores, two hold dk and "
+                 "dv of 64 keys in registers", cluster=2),
 )
 BACKWARD_KERNELS = tuple(dict.fromkeys(loop.kernel for loop in _BACKWARD_LOOPS))
 

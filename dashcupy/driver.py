@@ -74,8 +74,8 @@ def devices() -> tuple[Device, ...]:
         No driver, or the driver does not start.
     """
     count = ctypes.c_int()
-    _call("cuInit", 0)
-    _call("cuDeviceGetCount", ctypes.byref(count))
+    call("cuInit", 0)
+    call("cuDeviceGetCount", ctypes.byref(count))
     return tuple(device(i) for i in range(count.value))
 
 
@@ -83,14 +83,14 @@ def devices() -> tuple[Device, ...]:
 def device(index: int) -> Device:
     """The GPU of that number; raises `DeviceError` if there is none."""
     handle, memory, name = ctypes.c_int(), ctypes.c_size_t(), ctypes.create_string_buffer(256)
-    _call("cuInit", 0)
-    _call("cuDeviceGet", ctypes.byref(handle), index)
-    _call("cuDeviceGetName", name, len(name), handle)
-    _call("cuDeviceTotalMem_v2", ctypes.byref(memory), handle)
+    call("cuInit", 0)
+    call("cuDeviceGet", ctypes.byref(handle), index)
+    call("cuDeviceGetName", name, len(name), handle)
+    call("cuDeviceTotalMem_v2", ctypes.byref(memory), handle)
 
     def attribute(number: int) -> int:
         value = ctypes.c_int()
-        _call("cuDeviceGetAttribute", ctypes.byref(value), number, handle)
+        call("cuDeviceGetAttribute", ctypes.byref(value), number, handle)
         return value.value
 
     return Device(index, name.value.decode(), (attribute(_MAJOR), attribute(_MINOR)),
@@ -110,12 +110,12 @@ def occupancy(function: int, threads: int, smem_bytes: int) -> int:
         Dynamic shared memory of a CTA.
     """
     count = ctypes.c_int()
-    _call("cuOccupancyMaxActiveBlocksPerMultiprocessor", ctypes.byref(count),
+    call("cuOccupancyMaxActiveBlocksPerMultiprocessor", ctypes.byref(count),
           ctypes.c_void_p(function), threads, ctypes.c_size_t(smem_bytes))
     return count.value
 
 
-def _call(name: str, *arguments) -> None:
+def call(name: str, *arguments) -> None:
     """Call the driver; anything but success is a `DeviceError` with the driver's own words."""
     if library() is None:
         raise DeviceError(f"no NVIDIA driver: {_LIBRARY_NAME} cannot be loaded; install the "
@@ -173,7 +173,7 @@ def sheltered(device: int, function: Callable, *arguments: Any) -> Any:
     XLA does: its outermost scope does not put the thread's context back, and where there are
     several GPUs it is not always the one asked for.
     """
-    _call("cuCtxPushCurrent_v2", _primary_context(device))
+    call("cuCtxPushCurrent_v2", _primary_context(device))
     try:
         return function(*arguments)
     finally:
@@ -184,9 +184,9 @@ def sheltered(device: int, function: Callable, *arguments: Any) -> Any:
 def _primary_context(device: int) -> ctypes.c_void_p:
     """The context of a GPU that all frameworks share, kept as long as the process."""
     handle, context = ctypes.c_int(), ctypes.c_void_p()
-    _call("cuInit", 0)
-    _call("cuDeviceGet", ctypes.byref(handle), device)
-    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
+    call("cuInit", 0)
+    call("cuDeviceGet", ctypes.byref(handle), device)
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
     return context
 
 
@@ -198,7 +198,7 @@ def relaxed_capture() -> Iterator[None]:
     Only for what no recorded work depends on.
     """
     mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
-    _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+    call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
     try:
         yield
     finally:

@@ -8,15 +8,15 @@ import functools
 from . import driver
 
 # CUlaunchAttributeID of the driver's cuda.h.
-_COOPERATIVE, _PROGRAMMATIC_STREAM_SERIALIZATION = 2, 6
+_COOPERATIVE, _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 2, 4, 6
 _MAX_STREAMS = 64  # whose configs are kept
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute, whose value is a union of 64 bytes that begins with the flag."""
+    """CUlaunchAttribute, whose value is a union of 64 bytes: a flag, or three dimensions."""
 
-    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_char * 4), ("flag", ctypes.c_int),
-                ("rest", ctypes.c_char * 60)]
+    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_char * 4), ("x", ctypes.c_uint),
+                ("y", ctypes.c_uint), ("z", ctypes.c_uint), ("rest", ctypes.c_char * 52)]
 
 
 class _Config(ctypes.Structure):
@@ -47,7 +47,7 @@ class KernelLaunch:
     def __init__(self, function: int, grid: int, threads: int, smem_bytes: int, cooperative: bool,
                  early: bool):
         ids = (*[_COOPERATIVE] * cooperative, *[_PROGRAMMATIC_STREAM_SERIALIZATION] * early)
-        self._attributes = (_Attribute * len(ids))(*[_Attribute(id=number, flag=1)
+        self._attributes = (_Attribute * len(ids))(*[_Attribute(id=number, x=1)
                                                      for number in ids])
         self._values = (grid, 1, 1, threads, 1, 1, smem_bytes)
         self._launch, self._function = _launch(), ctypes.c_void_p(function)
@@ -61,6 +61,26 @@ class KernelLaunch:
             config = self._configs[stream] = ctypes.byref(_Config(
                 *self._values, stream, self._attributes, len(self._attributes)))
         return self._launch(config, self._function, arguments, None)
+
+
+def resident_clusters(function: int, cluster: int, threads: int, smem_bytes: int) -> int:
+    """Clusters of a kernel that fit on the current GPU at the same time.
+
+    Parameters
+    ----------
+    function
+        Handle of the kernel.
+    cluster
+        CTAs of a cluster.
+    threads, smem_bytes
+        Threads and dynamic shared memory of a CTA.
+    """
+    size = _Attribute(id=_CLUSTER_DIMENSION, x=cluster, y=1, z=1)
+    config = _Config(cluster, 1, 1, threads, 1, 1, smem_bytes, None, ctypes.pointer(size), 1)
+    count = ctypes.c_int()
+    driver.call("cuOccupancyMaxActiveClusters", ctypes.byref(count), ctypes.c_void_p(function),
+                ctypes.byref(config))
+    return count.value
 
 
 @functools.cache

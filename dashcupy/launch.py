@@ -13,7 +13,7 @@ import numpy as np
 from . import counters, driver, modules, schedules, tensor_map
 from .arguments import Arguments, used_strides
 from .errors import DeviceError, HangError, InvalidInputError
-from .kernel_launch import KernelLaunch
+from .kernel_launch import KernelLaunch, resident_clusters
 from .layout import Layout
 from .plan import Plan
 from .plan_backward import REPORT_WORDS
@@ -173,15 +173,22 @@ class _LoadedKernel:
                                       smem_bytes=kernel.smem_bytes).function
         self._grid = kernel.grid
         if kernel.persistent:
-            per_sm = driver.occupancy(self._function, kernel.threads, kernel.smem_bytes)
-            resident = per_sm * driver.device(device).n_sm
+            resident = self._resident()  # workers: CTAs, or clusters of them
             if max_ctas is not None:
-                resident = min(resident, max_ctas)
+                resident = min(resident, max(max_ctas // kernel.cluster, 1))
             if plan.schedule is not None:
                 schedules.require_resident(plan.schedule, plan.shape, resident)
-            self._grid = min(kernel.grid, resident)
+            self._grid = kernel.cluster * min(kernel.grid, resident)
         self._call = KernelLaunch(self._function, self._grid, kernel.threads, kernel.smem_bytes,
                                   kernel.cooperative, kernel.early)
+
+    def _resident(self) -> int:
+        kernel = self._kernel
+        if kernel.cluster > 1:
+            return resident_clusters(self._function, kernel.cluster, kernel.threads,
+                                     kernel.smem_bytes)
+        return driver.device(self._device).n_sm * driver.occupancy(
+            self._function, kernel.threads, kernel.smem_bytes)
 
     def launch(self, stream: int, arguments: ctypes.Array) -> None:
         code = self._call(stream, arguments)

@@ -34,7 +34,7 @@ def backward_kernels(problem: Problem, config: BackwardConfig, shape: Shape,
     shared = shared_defines(problem, config, "backward") | {
         "DC_ALIGNED": int(aligned), "DC_SEMAPHORE_STRIDE": SEMAPHORE_STRIDE}
     if is_sm90:
-        shared |= {"DC_ROW_VALUES": int(facts.row_values), "DC_DQ_SUMS": facts.dq_sums,
+        shared |= {"DC_ROW_VALUES": int(facts.row_values), "DC_CLUSTER": config.cluster,
                    "DC_UNORDERED": int(not schedule.DETERMINISTIC)}
     n_tile = shape.n_q * problem.batch * problem.n_q_head
     n_work = schedules.total_work(schedule, shape, problem.batch * problem.n_kv_head)
@@ -54,7 +54,7 @@ def backward_kernels(problem: Problem, config: BackwardConfig, shape: Shape,
     kernels.append(KernelPlan(
         config.kernel, pairs(defines), n_work, "works of a head * batch * n_kv_head",
         32 * config.n_warp, config.smem_bytes, "backward",
-        maps="backward_maps" if is_sm90 else None, persistent=True,
+        maps="backward_maps" if is_sm90 else None, persistent=True, cluster=config.cluster,
         cooperative=schedule.team_size(shape) > 1, early=is_sm90 and n_tile > 0))
     if is_sm90 and n_tile > 0:
         kernels.append(KernelPlan(

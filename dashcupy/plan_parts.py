@@ -32,6 +32,8 @@ class KernelPlan:
         keys of ``params.FIELDS``.
     persistent, cooperative
         Whether the grid is cut to the resident CTAs; whether they must run at the same time.
+    cluster
+        CTAs that do a piece of work together: a cluster.
     early
         Whether it may start before the kernel before it has ended, whose results it waits for by
         itself.
@@ -51,6 +53,7 @@ class KernelPlan:
     params: str
     maps: str | None = None
     persistent: bool = False
+    cluster: int = 1
     cooperative: bool = False
     early: bool = False
     counter: bool = False

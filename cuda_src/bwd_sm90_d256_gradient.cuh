@@ -1,0 +1,97 @@
+// bwd_sm90_d256, the warpgroups that hold dv and dk of the CTA's keys: dv += P^T dout, dk += dS^T q.
+//
+// Keys are the rows of both; all operands come from shared memory.
+#pragma once
+#include "bwd_sm90_d256_layout.cuh"
+#include "bwd_sm90_products.cuh"
+
+// Zeros instead: no row sees a key of the tile.
+DC_FN void clear_keys(Element* gmem, i64 row_stride, int n_key, int thread) {
+  constexpr int CHUNKS = DC_HEAD_DIM / 8;
+  const u32 zeros[4] = {0, 0, 0, 0};
+  for (int i = thread; i < min_int(CTA_KEYS, n_key) * CHUNKS; i += WARPGROUP_SIZE)
+    store_8(gmem + i / CHUNKS * row_stride + i % CHUNKS * 8, zeros);
+}
+
+// Role of the dv warpgroup, or of the dk warpgroup.
+template <bool IS_DV>
+DC_FN void sum_gradient(SharedStorage& smem, const BackwardParams& params, int warp, int lane) {
+  const Barriers& barriers = smem.barriers;
+  const auto& scores = IS_DV ? smem.p : smem.ds;
+  const auto& scores_full = IS_DV ? barriers.p_full : barriers.ds_full;
+  const auto& scores_empty = IS_DV ? barriers.p_empty : barriers.ds_empty;
+  const u32 rows_empty = cluster_address(
+      smem_address(IS_DV ? &barriers.dout_empty : barriers.q_empty), IS_DV ? DOUT_CTA : Q_CTA);
+  int n = 0, t = 0;  // batches and steps so far
+  const auto wait_for_batch = [&]() {
+    mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
+  };
+  const auto next_batch = [&]() {
+    mbarrier_arrive_warp(smem_address(&barriers.batch_empty[n % N_BATCH]), lane);
+    ++n;
+  };
+  for (;;) {  // kv tiles
+    wait_for_batch();
+    if (warp_uniform(smem.batches[n % N_BATCH].stop != 0)) return;
+    const bool has_steps = warp_uniform(smem.batches[n % N_BATCH].count != 0);
+    float sum[2][HEAD_DIM / 4];  // halves of the columns
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int i = 0; i < HEAD_DIM / 4; ++i) sum[half][i] = 0.f;
+    for (;;) {
+      const Batch& batch = smem.batches[n % N_BATCH];
+      const bool is_last = warp_uniform(batch.is_last != 0);
+      const int end = t + warp_uniform(batch.count);
+#pragma unroll 1
+      for (; t < end; ++t) {
+        const int stage = t % N_SCORE_STAGE, row_stage = IS_DV ? 0 : t % N_Q_STAGE;
+        const u32 a = descriptor_low(smem_address(scores[0])) + stage * (SCORE_BYTES / 16);
+        const u32 b = descriptor_low(smem_address(IS_DV ? smem.dout : smem.q[0]), PANEL_BYTES) +
+                      row_stage * (Q_TILE_BYTES / 16);
+        random_delay(t);
+        mbarrier_wait(smem_address(&scores_full[stage]), full_parity(t / N_SCORE_STAGE));
+        wgmma_fence();
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+          for (int k = 0; k < Q_TILE / 16; ++k)
+            wgmma_ss<K_MAJOR, MN_MAJOR>(
+                sum[half], descriptor(a + k_major_step(k, 0)),
+                descriptor(b + half * (Q_TILE_BYTES / 2 / 16) + mn_major_step(k)));
+        wgmma_commit();
+        wgmma_wait<0>();
+        mbarrier_free_cluster_warp(rows_empty + 8 * row_stage, lane);
+        // The last scores of a kv tile stay ours: dk or dv goes through their place.
+        if (!is_last || t + 1 < end) mbarrier_arrive_warp(smem_address(&scores_empty[stage]), lane);
+      }
+      if (is_last) break;
+      next_batch();
+      wait_for_batch();
+    }
+    const Batch& batch = smem.batches[n % N_BATCH];
+    const int key0 = batch.row0;
+    const Strides strides = IS_DV ? params.dv_strides : params.dk_strides;
+    Element* to = (IS_DV ? params.dv : params.dk) + batch.batch * strides.batch +
+                  batch.kv_head * strides.head;
+    next_batch();
+    if (!has_steps) {
+      clear_keys(to + key0 * strides.row, strides.row, params.kv_len - key0, 32 * warp + lane);
+      continue;
+    }
+    const int stage = (t - 1) % N_SCORE_STAGE;
+    if (!IS_DV)  // the other CTA has its copy
+      mbarrier_wait(smem_address(&barriers.sent[stage]), full_parity((t - 1) / N_SCORE_STAGE));
+    named_barrier_sync(GRADIENTS + IS_DV, WARPGROUP_SIZE);  // all are done with what lies there
+    const int row = 16 * warp + lane % 16;  // this lane's, as stmatrix wants it
+    const auto fragment = [&](int k) {
+      return row * PANEL_ROW_BYTES + (((2 * k + lane / 16) ^ row % 8) << 4);
+    };
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      store_rows(sum[half], smem_address(scores[0]) + stage * SCORE_BYTES, 16 * warp, fragment, to,
+                 strides.row, key0 + 16 * warp, params.kv_len, half * HEAD_DIM / 2,
+                 IS_DV ? 1.f : params.scale, lane);
+    mbarrier_arrive_warp(smem_address(&scores_empty[stage]), lane);
+  }
+}

@@ -1,0 +1,141 @@
+// bwd_sm90_d256: tiles, roles, what lies in shared memory, and the barriers between the roles.
+#pragma once
+#include "bwd_sm90_steps.cuh"
+#include "params_bwd_sm90.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/wgmma.cuh"
+
+constexpr int Q_TILE = DC_Q_TILE, KV_TILE = DC_KV_TILE, HEAD_DIM = DC_HEAD_DIM_PAD;
+constexpr int N_PANEL = HEAD_DIM / 64;  // of 64 columns
+constexpr int DQ_PANELS = N_PANEL / 2;  // of dq that a CTA has: CTA 0 the first two
+static_assert(DC_CLUSTER == 2, "pairs of CTAs");
+static_assert(Q_TILE == 64 && CTA_KEYS == 64 && HEAD_DIM == 256, "the tiles of the main loop");
+static_assert(DC_HEAD_DIM % 8 == 0 && DC_HEAD_DIM <= HEAD_DIM, "columns past the end are zeros");
+
+// Warpgroup 0 helps, one role a warp.
+constexpr int SOFTMAX_WARPGROUP = 1, DV_WARPGROUP = 2, N_SOFTMAX = 1;
+constexpr int WARPS = 4;  // of a warpgroup
+constexpr int PRODUCER_WARP = 0, FIRST_TURN_WARP = 1, EXCHANGE_WARP = 2, PLANNER_WARP = 3;
+constexpr int Q_CTA = 0, DOUT_CTA = 1;  // who loads q and dout, for both
+constexpr u16 BOTH = 3;
+constexpr int N_Q_STAGE = 2, N_SCORE_STAGE = 2;
+constexpr int N_THREAD = WARPGROUP_SIZE * 4;
+constexpr int HELPER_REGISTERS = 32, SOFTMAX_REGISTERS = 160, GRADIENT_REGISTERS = 160;
+// 65536 registers for 512 threads are 128 each at launch; setmaxnreg shares those out.
+static_assert(HELPER_REGISTERS + SOFTMAX_REGISTERS + 2 * GRADIENT_REGISTERS <= 128 * 4,
+              "registers");
+
+constexpr int Q_TILE_BYTES = Q_TILE * HEAD_DIM * 2, KEYS_BYTES = CTA_KEYS * HEAD_DIM * 2;
+constexpr int PANEL_BYTES = 64 * PANEL_ROW_BYTES;  // of any tile: all have 64 rows
+constexpr int OTHER_KEYS_BYTES = DQ_PANELS * PANEL_BYTES;
+constexpr int SCORE_BYTES = CTA_KEYS * PANEL_ROW_BYTES;
+
+// Keys that the diagonal hides, or that do not exist, among those of this CTA.
+DC_FN bool needs_mask(const Mask& mask, int row0, int key0) {
+  return mask.cuts(row0, key0 + cta_rank() * CTA_KEYS, CTA_KEYS);
+}
+
+// Barrier          arrivals        signalled by                       waited on by  guards
+// q_full[s]        1 + bytes       producers: armed by the own one,   softmax       q, rows
+//                                  bytes from CTA 0
+// q_empty[s]       8 warps         dk of both CTAs, product of the    producer,     q, rows of
+//                                  step done                          CTA 0         both
+// dout_full        1 + bytes       producers: bytes from CTA 1        softmax       dout
+// dout_empty       16 warps        softmax of both CTAs, dP done; dv  producer,     dout of both
+//                                  of both, product of the step done  CTA 1
+// kv_full          1 + bytes       producer                           softmax       k, k_other, v
+// v_empty          4 warps         softmax, last dP of the tile done  producer      v
+// k_empty          4 warps         softmax, last dq of the tile done  producer      k, k_other
+// p_full[s]        4 warps         softmax, P stored                  dv            p
+// p_empty[s]       4 warps         dv, product of the step done       softmax       p
+// ds_full[s]       4 warps         softmax, dS stored                 dk, exchange  ds
+// ds_empty[s]      4 warps         dk, product of the step done       softmax       ds
+// other_full[s]    1 + bytes       exchange warps: armed by the own   softmax       ds_other
+//                                  one, bytes from the other CTA's
+// sent[s]          4 warps         softmax of the other CTA, its      softmax, dk   ds, ds_other
+//                                  product with our dS done                         of the other
+// turn[0]          1               turn warp, ticket has come         softmax       dq_accum
+// dq_added[0]      4 warps         softmax, part of dq sent           turn warp     dq_accum, turn
+// batch_full[s]    1               planner                            all others    batches
+// batch_begun[s]   1               producer                           planner       the next work
+// batch_empty[s]   BATCH_READERS   producer, turn and exchange warp,  planner       batches
+//                                  softmax, dv and dk warps
+// turns_came       1               turn warp, turn of the last part   planner       the next work
+//                                  of a work has come
+// work_wanted      1               planner of CTA 1                   planner,      work of CTA 1
+//                                                                     CTA 0
+// work_came        1               planner of CTA 0, work written     planner,      work
+//                                                                     CTA 1
+// GRADIENTS + i    128 threads     dv, dk                             the same      p or ds, as
+//                                                                                   staging
+//
+// dv and dk warps need not wait for q and dout: P and dS are made of them. P and dS are written by
+// ordinary stores and read by wgmma and, dS, by the copy engine: the writers' proxy fence stands
+// before their arrival. A barrier armed by one CTA may count bytes that another CTA's copies
+// bring before it is armed: its phase does not end without the arrival.
+struct Barriers {
+  u64 q_full[N_Q_STAGE], q_empty[N_Q_STAGE];
+  u64 dout_full, dout_empty;
+  u64 kv_full, v_empty, k_empty;
+  u64 p_full[N_SCORE_STAGE], p_empty[N_SCORE_STAGE];
+  u64 ds_full[N_SCORE_STAGE], ds_empty[N_SCORE_STAGE];
+  u64 other_full[N_SCORE_STAGE], sent[N_SCORE_STAGE];
+  u64 turn[N_SOFTMAX], dq_added[N_SOFTMAX];
+  u64 batch_full[N_BATCH], batch_begun[N_BATCH], batch_empty[N_BATCH];
+  u64 turns_came, work_wanted, work_came;
+};
+constexpr int GRADIENTS = 1;  // named barriers
+constexpr int BATCH_READERS = 2 + N_SOFTMAX + 3 * WARPS;
+
+// All tiles have rows of 128 bytes, swizzled (ptx/wgmma.cuh), in panels of 64 columns.
+struct alignas(1024) SharedStorage {
+  u8 k[KEYS_BYTES], v[KEYS_BYTES];   // [N_PANEL][CTA_KEYS][128 bytes]
+  u8 k_other[OTHER_KEYS_BYTES];      // the other CTA's keys, columns of this CTA's part of dq
+  u8 q[N_Q_STAGE][Q_TILE_BYTES];     // [N_PANEL][Q_TILE][128 bytes]
+  u8 dout[Q_TILE_BYTES];
+  u8 p[N_SCORE_STAGE][SCORE_BYTES];  // [CTA_KEYS][128 bytes]: row = key, 64 q rows
+  u8 ds[N_SCORE_STAGE][SCORE_BYTES];
+  u8 ds_other[N_SCORE_STAGE][SCORE_BYTES];
+  float lse_log2[N_Q_STAGE][Q_TILE], delta[N_Q_STAGE][Q_TILE];
+  Batch batches[N_BATCH];
+  int steps_left[N_BATCH];  // of the kv tile, from that batch on
+  int work;
+  Barriers barriers;
+};
+static_assert(sizeof(SharedStorage) == DC_SMEM_BYTES, "config.py counts another size");
+
+DC_FN void note_left(SharedStorage& smem, int n, int left) { smem.steps_left[n] = left; }
+
+// dq_accum of one q tile, as its accumulators lie in registers: float4 number j * 128 + t is
+// columns 8 j + 2 (t % 4) + {0, 1} of row 16 (t / 32) + t % 32 / 4 and, in its second half, of that
+// row + 8.
+
+DC_FN void init_barriers(SharedStorage& smem) {
+  Barriers& b = smem.barriers;
+#pragma unroll
+  for (int s = 0; s < N_Q_STAGE; ++s) {
+    init_barrier(b.q_full[s], 1);
+    init_barrier(b.q_empty[s], 2 * WARPS);
+  }
+  init_barrier(b.dout_full, 1);
+  init_barrier(b.dout_empty, 4 * WARPS);
+#pragma unroll
+  for (int s = 0; s < N_SCORE_STAGE; ++s) {
+    init_barrier(b.p_full[s], WARPS);
+    init_barrier(b.p_empty[s], WARPS);
+    init_barrier(b.ds_full[s], WARPS);
+    init_barrier(b.ds_empty[s], WARPS);
+    init_barrier(b.other_full[s], 1);
+    init_barrier(b.sent[s], WARPS);
+  }
+  init_batch_barriers(b, BATCH_READERS);
+  init_barrier(b.kv_full, 1);
+  init_barrier(b.v_empty, WARPS);
+  init_barrier(b.k_empty, WARPS);
+  init_barrier(b.turn[0], 1);
+  init_barrier(b.dq_added[0], WARPS);
+  init_barrier(b.turns_came, N_SOFTMAX);
+  init_barrier(b.work_wanted, 1);
+  init_barrier(b.work_came, 1);
+  mbarrier_init_fence();
+}

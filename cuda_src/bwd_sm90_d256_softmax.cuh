@@ -1,0 +1,179 @@
+// bwd_sm90_d256, the softmax warpgroup: S, P, dP, dS and dq of every step.
+//
+// q rows are the rows of S and dP, as in bwd_sm90_d192. Step t:
+//
+//   S(t)                            from the iteration before, or the start of the kv tile
+//   dP = dout v^T                   under it:
+//   P = exp2(S * scale_log2 - lse_log2)  -> p[t]
+//   dS = P (dP - delta)                  -> ds[t], and by the exchange warp to the other CTA
+//   S(t + 1) = q k^T                while dS of the other CTA comes
+//   dq = dS k                       this CTA's columns: first its own keys, then the other's
+//   dq_part -> dq_accum             at its turn
+#pragma once
+#include "bwd_sm90_d256_layout.cuh"
+#include "bwd_sm90_scores.cuh"
+#include "ptx/math.cuh"
+#include "ptx/stmatrix.cuh"
+
+constexpr int N_K_STEP = HEAD_DIM / 16, N_KEY_STEP = CTA_KEYS / 16;
+constexpr int N_SCORE = CTA_KEYS / 2;      // accumulators of a thread
+constexpr int N_DQ = 64 * DQ_PANELS / 2;
+
+// [64][CTA_KEYS]: a b^T, both with HEAD_DIM columns.
+DC_FN void start_scores(float (&s)[N_SCORE], u32 rows, u32 keys) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < N_K_STEP; ++k) {
+    const u64 a = descriptor(rows + k_major_step(k, PANEL_BYTES));
+    const u64 b = descriptor(keys + k_major_step(k, PANEL_BYTES));
+    if (k == 0)
+      wgmma_ss_first<K_MAJOR, K_MAJOR>(s, a, b);
+    else
+      wgmma_ss<K_MAJOR, K_MAJOR>(s, a, b);
+  }
+  wgmma_commit();
+}
+
+// This CTA's columns of dq, as far as its own keys go.
+DC_FN void start_dq(float (&dq)[N_DQ], const u32 (&ds)[4 * N_KEY_STEP], u32 keys) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < N_KEY_STEP; ++k) {
+    const u64 b = descriptor(keys + mn_major_step(k));
+    if (k == 0)
+      wgmma_rs_first<MN_MAJOR>(dq, ds[0], ds[1], ds[2], ds[3], b);
+    else
+      wgmma_rs<MN_MAJOR>(dq, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3], b);
+  }
+}
+
+// And the other CTA's.
+DC_FN void finish_dq(float (&dq)[N_DQ], u32 ds, u32 keys) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < N_KEY_STEP; ++k)
+    wgmma_ss<MN_MAJOR, MN_MAJOR>(dq, descriptor(ds + mn_major_step(k)),
+                                 descriptor(keys + mn_major_step(k)));
+  wgmma_commit();
+}
+
+DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int warp, int lane) {
+  const Barriers& barriers = smem.barriers;
+  const int rank = cta_rank();
+  // This lane's row of one of four 8 x 8 matrices, transposed: 16 keys, the 16 q rows of its warp.
+  const u32 fragment_at = (lane / 16 * 8 + lane % 8) * PANEL_ROW_BYTES +
+                          (((2 * warp + lane / 8 % 2) ^ (lane % 8)) << 4);
+  const int row = 16 * warp + lane / 4;  // of the tile
+  const u32 k_rows = descriptor_low(smem_address(smem.k));
+  const u32 v_rows = descriptor_low(smem_address(smem.v));
+  const u32 dout_rows = descriptor_low(smem_address(smem.dout));
+  const u32 k_columns =
+      descriptor_low(smem_address(smem.k) + rank * OTHER_KEYS_BYTES, PANEL_BYTES);
+  const u32 k_other = descriptor_low(smem_address(smem.k_other), PANEL_BYTES);
+  const u32 dout_empty = cluster_address(smem_address(&barriers.dout_empty), DOUT_CTA);
+  const u32 sent = cluster_address(smem_address(barriers.sent), 1 - rank);
+
+  float s[N_SCORE];
+  int n = 0, t = 0;  // batches and steps so far
+  int end = 0;       // steps up to the end of batch n
+  const auto wait_for_batch = [&]() {
+    mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
+    end += warp_uniform(smem.batches[n % N_BATCH].count);
+  };
+  const auto next_batch = [&]() {
+    mbarrier_arrive_warp(smem_address(&barriers.batch_empty[n % N_BATCH]), lane);
+    ++n;
+  };
+  const auto start_s = [&](int step) {
+    const int stage = step % N_Q_STAGE;
+    mbarrier_wait(smem_address(&barriers.q_full[stage]), full_parity(step / N_Q_STAGE));
+    start_scores(s, descriptor_low(smem_address(smem.q)) + stage * (Q_TILE_BYTES / 16), k_rows);
+  };
+
+  for (;;) {  // kv tiles
+    wait_for_batch();
+    if (warp_uniform(smem.batches[n % N_BATCH].stop != 0)) return;
+    const int kv_end = t + warp_uniform(smem.steps_left[n % N_BATCH]);
+    if (t < kv_end) {
+      mbarrier_wait(smem_address(&barriers.kv_full),
+                    full_parity(warp_uniform(smem.batches[n % N_BATCH].kv_tile0)));
+      start_s(t);
+      wgmma_wait<0>();
+    }
+#pragma unroll 1
+    while (t < kv_end) {
+      if (t == end) {
+        next_batch();
+        wait_for_batch();
+      }
+      const Batch& batch = smem.batches[n % N_BATCH];
+      const Step& step = batch.steps[t - end + batch.count];
+      const int q_stage = t % N_Q_STAGE;
+      const int stage = t % N_SCORE_STAGE, use = t / N_SCORE_STAGE;
+      float dp[N_SCORE], dq[N_DQ];
+      mbarrier_wait(smem_address(&barriers.dout_full), full_parity(t));
+      start_scores(dp, dout_rows, v_rows);
+      const u32 lse_at = smem_address(&smem.lse_log2[q_stage][row]);
+      const float lse_log2 = ld_shared_f32(lse_at), lse_log2_8 = ld_shared_f32(lse_at + 32);
+      random_delay(t);
+      mbarrier_wait(smem_address(&barriers.p_empty[stage]), empty_parity(use));
+      if (warp_uniform(batch.masked != 0)) {
+        const int thread = thread_index() % WARPGROUP_SIZE;
+        hide_unseen(s, Mask{params.q_len, params.kv_len, params.mask_offset},
+                    step.q_tile * Q_TILE + 16 * (thread / WARP_SIZE) + thread % WARP_SIZE / 4,
+                    batch.row0 + 2 * (thread % 4));
+      }
+      const u32 p_at = smem_address(smem.p[stage]) + fragment_at;
+#pragma unroll
+      for (int k = 0; k < N_KEY_STEP; ++k) {
+        u32 p[4];
+        take_exponentials(p, s, k, params.scale_log2, lse_log2, lse_log2_8);
+        stmatrix_x4_trans(p_at + 16 * k * PANEL_ROW_BYTES, p[0], p[1], p[2], p[3]);
+      }
+      fence_async_smem();
+      mbarrier_arrive_warp(smem_address(&barriers.p_full[stage]), lane);
+
+      const u32 delta_at = smem_address(&smem.delta[q_stage][row]);
+      const float delta = ld_shared_f32(delta_at), delta_8 = ld_shared_f32(delta_at + 32);
+      mbarrier_wait(smem_address(&barriers.ds_empty[stage]), empty_parity(use));
+      mbarrier_wait(smem_address(&barriers.sent[stage]), empty_parity(use));
+      wgmma_wait<0>();  // dP
+      keep_below(dp);
+      mbarrier_free_cluster_warp(dout_empty, lane);
+      if (t + 1 == kv_end) mbarrier_arrive_warp(smem_address(&barriers.v_empty), lane);
+      const u32 ds_at = smem_address(smem.ds[stage]) + fragment_at;
+      u32 ds[4 * N_KEY_STEP];  // packed, as A operand
+#pragma unroll
+      for (int k = 0; k < N_KEY_STEP; ++k) {
+        multiply_scores(ds, s, dp, k, delta, delta_8);
+        stmatrix_x4_trans(ds_at + 16 * k * PANEL_ROW_BYTES, ds[4 * k], ds[4 * k + 1],
+                          ds[4 * k + 2], ds[4 * k + 3]);
+      }
+      fence_async_smem();
+      mbarrier_arrive_warp(smem_address(&barriers.ds_full[stage]), lane);
+      if (t + 1 < kv_end) start_s(t + 1);
+      start_dq(dq, ds, k_columns);
+      mbarrier_wait(smem_address(&barriers.other_full[stage]), full_parity(use));
+      finish_dq(dq, descriptor_low(smem_address(smem.ds_other)) + stage * (SCORE_BYTES / 16),
+                k_other);
+      float4* dq_at = reinterpret_cast<float4*>(params.dq_accum) +
+                      i64(step.tile_index) * (Q_TILE * HEAD_DIM / 4) +
+                      rank * (N_DQ / 4 * WARPGROUP_SIZE) + 32 * warp + lane;
+      const Send send = how_to_send(step);
+      random_delay(t);
+      mbarrier_wait(smem_address(&barriers.turn[0]), full_parity(t));
+      wgmma_wait<0>();
+      keep_below(dq);
+      mbarrier_free_cluster_warp(sent + 8 * stage, lane);
+      send_dq<N_DQ / 4>(dq, 0, dq_at, send);
+      if (t + 1 == kv_end) mbarrier_arrive_warp(smem_address(&barriers.k_empty), lane);
+      mbarrier_arrive_warp(smem_address(&barriers.dq_added[0]), lane);
+      ++t;
+    }
+    for (bool is_last = false; !is_last;) {
+      is_last = warp_uniform(smem.batches[n % N_BATCH].is_last != 0);
+      next_batch();
+      if (!is_last) wait_for_batch();
+    }
+  }
+}
