@@ -126,7 +126,7 @@ DC_FN void init_barriers(SharedStorage& smem) {
     init_barrier(b.ds_full[s], WARPS);
     init_barrier(b.ds_empty[s], WARPS);
     init_barrier(b.other_full[s], 1);
-    init_barrier(b.sent[s], WARPS);
+    init_barrier(b.sent[s], 2 * WARPS);
   }
   init_batch_barriers(b, BATCH_READERS);
   init_barrier(b.kv_full, 1);

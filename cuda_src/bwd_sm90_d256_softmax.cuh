@@ -35,15 +35,15 @@ DC_FN void start_scores(float (&s)[N_SCORE], u32 rows, u32 keys) {
 }
 
 // This CTA's columns of dq, as far as its own keys go.
-DC_FN void start_dq(float (&dq)[N_DQ], const u32 (&ds)[4 * N_KEY_STEP], u32 keys) {
+DC_FN void start_dq(float (&dq)[N_DQ], u32 ds, u32 keys) {
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < N_KEY_STEP; ++k) {
-    const u64 b = descriptor(keys + mn_major_step(k));
+    const u64 a = descriptor(ds + mn_major_step(k)), b = descriptor(keys + mn_major_step(k));
     if (k == 0)
-      wgmma_rs_first<MN_MAJOR>(dq, ds[0], ds[1], ds[2], ds[3], b);
+      wgmma_ss_first<MN_MAJOR, MN_MAJOR>(dq, a, b);
     else
-      wgmma_rs<MN_MAJOR>(dq, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3], b);
+      wgmma_ss<MN_MAJOR, MN_MAJOR>(dq, a, b);
   }
 }
 
@@ -73,7 +73,7 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
   const u32 dout_empty = cluster_address(smem_address(&barriers.dout_empty), DOUT_CTA);
   const u32 sent = cluster_address(smem_address(barriers.sent), 1 - rank);
 
-  float s[N_SCORE];
+  float s[N_SCORE], dp[N_SCORE];
   int n = 0, t = 0;  // batches and steps so far
   int end = 0;       // steps up to the end of batch n
   const auto wait_for_batch = [&]() {
@@ -89,6 +89,10 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
     mbarrier_wait(smem_address(&barriers.q_full[stage]), full_parity(step / N_Q_STAGE));
     start_scores(s, descriptor_low(smem_address(smem.q)) + stage * (Q_TILE_BYTES / 16), k_rows);
   };
+  const auto start_dp = [&](int step) {
+    mbarrier_wait(smem_address(&barriers.dout_full), full_parity(step));
+    start_scores(dp, dout_rows, v_rows);
+  };
 
   for (;;) {  // kv tiles
     wait_for_batch();
@@ -98,7 +102,9 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
       mbarrier_wait(smem_address(&barriers.kv_full),
                     full_parity(warp_uniform(smem.batches[n % N_BATCH].kv_tile0)));
       start_s(t);
-      wgmma_wait<0>();
+      start_dp(t);
+      wgmma_wait<1>();  // S
+      keep_below(s);
     }
 #pragma unroll 1
     while (t < kv_end) {
@@ -110,9 +116,7 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
       const Step& step = batch.steps[t - end + batch.count];
       const int q_stage = t % N_Q_STAGE;
       const int stage = t % N_SCORE_STAGE, use = t / N_SCORE_STAGE;
-      float dp[N_SCORE], dq[N_DQ];
-      mbarrier_wait(smem_address(&barriers.dout_full), full_parity(t));
-      start_scores(dp, dout_rows, v_rows);
+      float dq[N_DQ];
       const u32 lse_at = smem_address(&smem.lse_log2[q_stage][row]);
       const float lse_log2 = ld_shared_f32(lse_at), lse_log2_8 = ld_shared_f32(lse_at + 32);
       random_delay(t);
@@ -139,6 +143,7 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
       mbarrier_wait(smem_address(&barriers.sent[stage]), empty_parity(use));
       wgmma_wait<0>();  // dP
       keep_below(dp);
+      keep_below(s);
       mbarrier_free_cluster_warp(dout_empty, lane);
       if (t + 1 == kv_end) mbarrier_arrive_warp(smem_address(&barriers.v_empty), lane);
       const u32 ds_at = smem_address(smem.ds[stage]) + fragment_at;
@@ -152,7 +157,8 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
       fence_async_smem();
       mbarrier_arrive_warp(smem_address(&barriers.ds_full[stage]), lane);
       if (t + 1 < kv_end) start_s(t + 1);
-      start_dq(dq, ds, k_columns);
+      mbarrier_wait(smem_address(&barriers.ds_full[stage]), full_parity(use));
+      start_dq(dq, descriptor_low(smem_address(smem.ds)) + stage * (SCORE_BYTES / 16), k_columns);
       mbarrier_wait(smem_address(&barriers.other_full[stage]), full_parity(use));
       finish_dq(dq, descriptor_low(smem_address(smem.ds_other)) + stage * (SCORE_BYTES / 16),
                 k_other);
@@ -161,15 +167,23 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
                       rank * (N_DQ / 4 * WARPGROUP_SIZE) + 32 * warp + lane;
       const Send send = how_to_send(step);
       random_delay(t);
-      mbarrier_wait(smem_address(&barriers.turn[0]), full_parity(t));
-      wgmma_wait<0>();
+      if (t + 1 < kv_end) {
+        start_dp(t + 1);
+      } else {          // an empty group
+        wgmma_fence();  // without it ptxas puts one in, and says so
+        wgmma_commit();
+      }
+      wgmma_wait<1>();  // dq, and S of the next step before it
       keep_below(dq);
+      mbarrier_wait(smem_address(&barriers.turn[0]), full_parity(t));
+      mbarrier_arrive_warp(smem_address(&barriers.sent[stage]), lane);
       mbarrier_free_cluster_warp(sent + 8 * stage, lane);
       send_dq<N_DQ / 4>(dq, 0, dq_at, send);
       if (t + 1 == kv_end) mbarrier_arrive_warp(smem_address(&barriers.k_empty), lane);
       mbarrier_arrive_warp(smem_address(&barriers.dq_added[0]), lane);
       ++t;
     }
+    wgmma_wait<0>();
     for (bool is_last = false; !is_last;) {
       is_last = warp_uniform(smem.batches[n % N_BATCH].is_last != 0);
       next_batch();
