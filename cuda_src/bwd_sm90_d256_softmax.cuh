@@ -17,7 +17,7 @@
 
 constexpr int N_K_STEP = HEAD_DIM / 16, N_KEY_STEP = CTA_KEYS / 16;
 constexpr int N_SCORE = CTA_KEYS / 2;      // accumulators of a thread
-constexpr int N_DQ = 64 * DQ_PANELS / 2;
+constexpr int N_DQ = 64 / 2;
 
 // [64][CTA_KEYS]: a b^T, both with HEAD_DIM columns.
 DC_FN void start_scores(float (&s)[N_SCORE], u32 rows, u32 keys) {
@@ -34,27 +34,18 @@ DC_FN void start_scores(float (&s)[N_SCORE], u32 rows, u32 keys) {
   wgmma_commit();
 }
 
-// This CTA's columns of dq, as far as its own keys go.
+// 64 columns of dq += dS k, or = with FIRST.
+template <bool FIRST>
 DC_FN void start_dq(float (&dq)[N_DQ], u32 ds, u32 keys) {
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < N_KEY_STEP; ++k) {
     const u64 a = descriptor(ds + mn_major_step(k)), b = descriptor(keys + mn_major_step(k));
-    if (k == 0)
+    if (FIRST && k == 0)
       wgmma_ss_first<MN_MAJOR, MN_MAJOR>(dq, a, b);
     else
       wgmma_ss<MN_MAJOR, MN_MAJOR>(dq, a, b);
   }
-}
-
-// And the other CTA's.
-DC_FN void finish_dq(float (&dq)[N_DQ], u32 ds, u32 keys) {
-  wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < N_KEY_STEP; ++k)
-    wgmma_ss<MN_MAJOR, MN_MAJOR>(dq, descriptor(ds + mn_major_step(k)),
-                                 descriptor(keys + mn_major_step(k)));
-  wgmma_commit();
 }
 
 DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int warp, int lane) {
@@ -68,12 +59,14 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
   const u32 v_rows = descriptor_low(smem_address(smem.v));
   const u32 dout_rows = descriptor_low(smem_address(smem.dout));
   const u32 k_columns =
-      descriptor_low(smem_address(smem.k) + rank * OTHER_KEYS_BYTES, PANEL_BYTES);
-  const u32 k_other = descriptor_low(smem_address(smem.k_other), PANEL_BYTES);
+      descriptor_low(smem_address(smem.k) + rank * OTHER_KEYS_BYTES);
+  const u32 k_other = descriptor_low(smem_address(smem.k_other));
+  const u32 ds_at = descriptor_low(smem_address(smem.ds));
+  const u32 other_at = descriptor_low(smem_address(smem.ds_other));
   const u32 dout_empty = cluster_address(smem_address(&barriers.dout_empty), DOUT_CTA);
   const u32 sent = cluster_address(smem_address(barriers.sent), 1 - rank);
 
-  float s[N_SCORE], dp[N_SCORE];
+  float s[N_SCORE], dp[N_SCORE], dq0[N_DQ], dq1[N_DQ];
   int n = 0, t = 0;  // batches and steps so far
   int end = 0;       // steps up to the end of batch n
   const auto wait_for_batch = [&]() {
@@ -93,19 +86,39 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
     mbarrier_wait(smem_address(&barriers.dout_full), full_parity(step));
     start_scores(dp, dout_rows, v_rows);
   };
+  // The second 64 columns of dq of a step.
+  const auto start_dq1 = [&](int step) {
+    const u32 at = (step & 1) * (SCORE_BYTES / 16);
+    start_dq<true>(dq1, ds_at + at, k_columns + PANEL_BYTES / 16);
+    start_dq<false>(dq1, other_at + at, k_other + PANEL_BYTES / 16);
+    wgmma_commit();
+  };
+  const auto send_dq0 = [&](int step, float4* dq_at, Send send) {
+    random_delay(step);
+    mbarrier_wait(smem_address(&barriers.turn[0]), full_parity(step));
+    send_dq<N_DQ / 4>(dq0, 0, dq_at, send);
+  };
+  const auto send_dq1 = [&](int step, float4* dq_at, Send send) {
+    const int stage = step % N_SCORE_STAGE;
+    mbarrier_arrive_warp(smem_address(&barriers.sent[stage]), lane);
+    mbarrier_free_cluster_warp(sent + 8 * stage, lane);
+    send_dq<N_DQ / 4>(dq1, 0, dq_at + N_DQ / 4 * WARPGROUP_SIZE, send);
+    mbarrier_arrive_warp(smem_address(&barriers.dq_added[0]), lane);
+  };
 
   for (;;) {  // kv tiles
     wait_for_batch();
     if (warp_uniform(smem.batches[n % N_BATCH].stop != 0)) return;
-    const int kv_end = t + warp_uniform(smem.steps_left[n % N_BATCH]);
+    const int kv_begin = t, kv_end = t + warp_uniform(smem.steps_left[n % N_BATCH]);
     if (t < kv_end) {
       mbarrier_wait(smem_address(&barriers.kv_full),
                     full_parity(warp_uniform(smem.batches[n % N_BATCH].kv_tile0)));
       start_s(t);
-      start_dp(t);
-      wgmma_wait<1>();  // S
+      wgmma_wait<0>();
       keep_below(s);
     }
+    float4* dq_at = nullptr;
+    Send send = Send::NOTHING;
 #pragma unroll 1
     while (t < kv_end) {
       if (t == end) {
@@ -116,7 +129,9 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
       const Step& step = batch.steps[t - end + batch.count];
       const int q_stage = t % N_Q_STAGE;
       const int stage = t % N_SCORE_STAGE, use = t / N_SCORE_STAGE;
-      float dq[N_DQ];
+      start_dp(t);
+      start_dq1(t - 1);  // in the first step of a kv tile of old bytes, and dropped
+      if (t > kv_begin) send_dq0(t - 1, dq_at, send);
       const u32 lse_at = smem_address(&smem.lse_log2[q_stage][row]);
       const float lse_log2 = ld_shared_f32(lse_at), lse_log2_8 = ld_shared_f32(lse_at + 32);
       random_delay(t);
@@ -127,12 +142,12 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
                     step.q_tile * Q_TILE + 16 * (thread / WARP_SIZE) + thread % WARP_SIZE / 4,
                     batch.row0 + 2 * (thread % 4));
       }
-      const u32 p_at = smem_address(smem.p[stage]) + fragment_at;
+      const u32 p_to = smem_address(smem.p[stage]) + fragment_at;
 #pragma unroll
       for (int k = 0; k < N_KEY_STEP; ++k) {
         u32 p[4];
         take_exponentials(p, s, k, params.scale_log2, lse_log2, lse_log2_8);
-        stmatrix_x4_trans(p_at + 16 * k * PANEL_ROW_BYTES, p[0], p[1], p[2], p[3]);
+        stmatrix_x4_trans(p_to + 16 * k * PANEL_ROW_BYTES, p[0], p[1], p[2], p[3]);
       }
       fence_async_smem();
       mbarrier_arrive_warp(smem_address(&barriers.p_full[stage]), lane);
@@ -141,49 +156,53 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
       const float delta = ld_shared_f32(delta_at), delta_8 = ld_shared_f32(delta_at + 32);
       mbarrier_wait(smem_address(&barriers.ds_empty[stage]), empty_parity(use));
       mbarrier_wait(smem_address(&barriers.sent[stage]), empty_parity(use));
-      wgmma_wait<0>();  // dP
+      wgmma_wait<1>();  // dP
       keep_below(dp);
-      keep_below(s);
       mbarrier_free_cluster_warp(dout_empty, lane);
       if (t + 1 == kv_end) mbarrier_arrive_warp(smem_address(&barriers.v_empty), lane);
-      const u32 ds_at = smem_address(smem.ds[stage]) + fragment_at;
-      u32 ds[4 * N_KEY_STEP];  // packed, as A operand
+      const u32 ds_to = smem_address(smem.ds[stage]) + fragment_at;
 #pragma unroll
       for (int k = 0; k < N_KEY_STEP; ++k) {
+        u32 ds[N_SCORE / 2];
         multiply_scores(ds, s, dp, k, delta, delta_8);
-        stmatrix_x4_trans(ds_at + 16 * k * PANEL_ROW_BYTES, ds[4 * k], ds[4 * k + 1],
+        stmatrix_x4_trans(ds_to + 16 * k * PANEL_ROW_BYTES, ds[4 * k], ds[4 * k + 1],
                           ds[4 * k + 2], ds[4 * k + 3]);
       }
       fence_async_smem();
       mbarrier_arrive_warp(smem_address(&barriers.ds_full[stage]), lane);
-      if (t + 1 < kv_end) start_s(t + 1);
-      mbarrier_wait(smem_address(&barriers.ds_full[stage]), full_parity(use));
-      start_dq(dq, descriptor_low(smem_address(smem.ds)) + stage * (SCORE_BYTES / 16), k_columns);
-      mbarrier_wait(smem_address(&barriers.other_full[stage]), full_parity(use));
-      finish_dq(dq, descriptor_low(smem_address(smem.ds_other)) + stage * (SCORE_BYTES / 16),
-                k_other);
-      float4* dq_at = reinterpret_cast<float4*>(params.dq_accum) +
-                      i64(step.tile_index) * (Q_TILE * HEAD_DIM / 4) +
-                      rank * (N_DQ / 4 * WARPGROUP_SIZE) + 32 * warp + lane;
-      const Send send = how_to_send(step);
-      random_delay(t);
       if (t + 1 < kv_end) {
-        start_dp(t + 1);
+        start_s(t + 1);
       } else {          // an empty group
         wgmma_fence();  // without it ptxas puts one in, and says so
         wgmma_commit();
       }
-      wgmma_wait<1>();  // dq, and S of the next step before it
-      keep_below(dq);
-      mbarrier_wait(smem_address(&barriers.turn[0]), full_parity(t));
-      mbarrier_arrive_warp(smem_address(&barriers.sent[stage]), lane);
-      mbarrier_free_cluster_warp(sent + 8 * stage, lane);
-      send_dq<N_DQ / 4>(dq, 0, dq_at, send);
-      if (t + 1 == kv_end) mbarrier_arrive_warp(smem_address(&barriers.k_empty), lane);
-      mbarrier_arrive_warp(smem_address(&barriers.dq_added[0]), lane);
+      const u32 at = stage * (SCORE_BYTES / 16);
+      mbarrier_wait(smem_address(&barriers.ds_full[stage]), full_parity(use));
+      start_dq<true>(dq0, ds_at + at, k_columns);
+      wgmma_commit();
+      wgmma_wait<2>();  // the second 64 columns of dq of the step before
+      keep_below(dq1);
+      if (t > kv_begin) send_dq1(t - 1, dq_at, send);
+      mbarrier_wait(smem_address(&barriers.other_full[stage]), full_parity(use));
+      start_dq<false>(dq0, other_at + at, k_other);
+      wgmma_commit();
+      dq_at = reinterpret_cast<float4*>(params.dq_accum) +
+              i64(step.tile_index) * (Q_TILE * HEAD_DIM / 4) +
+              rank * (2 * N_DQ / 4 * WARPGROUP_SIZE) + 32 * warp + lane;
+      send = how_to_send(step);
       ++t;
+      wgmma_wait<0>();  // S of the next step, the first 64 columns of dq of this one
+      keep_below(s);
+      keep_below(dq0);
     }
-    wgmma_wait<0>();
+    if (kv_end > kv_begin) {
+      start_dq1(t - 1);
+      send_dq0(t - 1, dq_at, send);
+      wgmma_wait<0>();
+      keep_below(dq1);
+      mbarrier_arrive_warp(smem_address(&barriers.k_empty), lane);
+      send_dq1(t - 1, dq_at, send);
+    }
     for (bool is_last = false; !is_last;) {
       is_last = warp_uniform(smem.batches[n % N_BATCH].is_last != 0);
       next_batch();
