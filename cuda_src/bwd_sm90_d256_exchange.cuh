@@ -31,7 +31,6 @@ DC_FN void load_tiles(SharedStorage& smem, const BackwardParams& params, const B
   const int first_row = Mask{params.q_len, params.kv_len, params.mask_offset}.first_row();
   const int q_per_kv = params.n_q_head / params.n_kv_head;
   const u32 kv_full = smem_address(&barriers.kv_full);
-  const u32 dout_full = smem_address(&barriers.dout_full);
   const auto load_keys = [&](const u8* to, const TensorMap& map, const Batch& batch, int row,
                              int first_panel, int n_panel) {
 #pragma unroll 1
@@ -40,13 +39,14 @@ DC_FN void load_tiles(SharedStorage& smem, const BackwardParams& params, const B
                row, batch.kv_head, batch.batch);
   };
   const auto load_rows = [](const u8* to, const TensorMap& map, u32 barrier, int row, int head,
-                            int batch) {
+                            int batch, int first_panel, int n_panel) {
 #pragma unroll 1
-    for (int panel = 0; panel < N_PANEL; ++panel)
-      tma_load_multicast(smem_address(to) + panel * PANEL_BYTES, map, barrier, BOTH, 64 * panel,
-                         row, head, batch);
+    for (int panel = 0; panel < n_panel; ++panel)
+      tma_load_multicast(smem_address(to) + panel * PANEL_BYTES, map, barrier, BOTH,
+                         64 * (first_panel + panel), row, head, batch);
   };
   int t = 0, n_kv_tile = 0;  // steps, and kv tiles with steps, so far
+  Slot slot;
   for (int n = 0;; ++n) {
     const Batch& batch = smem.batches[n % N_BATCH];
     mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
@@ -71,7 +71,7 @@ DC_FN void load_tiles(SharedStorage& smem, const BackwardParams& params, const B
                     empty_parity(use));
       mbarrier_arrive_expect(q_full, Q_TILE_BYTES + 2 * Q_TILE * 4);
       if (rank == Q_CTA) {
-        load_rows(smem.q[stage], maps.q, q_full, row, q_head, batch.batch);
+        load_rows(smem.q[stage], maps.q, q_full, row, q_head, batch.batch, 0, N_PANEL);
         const i64 rows = i64(step.tile_index) * Q_TILE;
         bulk_load_multicast(smem_address(smem.lse_log2[stage]), params.lse_log2 + rows, Q_TILE * 4,
                             q_full, BOTH);
@@ -85,11 +85,17 @@ DC_FN void load_tiles(SharedStorage& smem, const BackwardParams& params, const B
                   rank * DQ_PANELS, DQ_PANELS);
         ++n_kv_tile;
       }
-      mbarrier_wait(rank == DOUT_CTA ? smem_address(&barriers.dout_empty) : dout_full,
-                    empty_parity(t));
-      mbarrier_arrive_expect(dout_full, Q_TILE_BYTES);
-      if (rank == DOUT_CTA)
-        load_rows(smem.dout, maps.dout, dout_full, row, q_head, batch.batch);
+#pragma unroll 1
+      for (int half = 0; half < 2; ++half, slot.advance()) {
+        const u32 dout_full = smem_address(&barriers.dout_full[slot.number]);
+        mbarrier_wait(rank == DOUT_CTA ? smem_address(&barriers.dout_empty[slot.number])
+                                       : dout_full,
+                      slot.parity ^ 1);
+        mbarrier_arrive_expect(dout_full, HALF_BYTES);
+        if (rank == DOUT_CTA)
+          load_rows(smem.dout[slot.number], maps.dout, dout_full, row, q_head, batch.batch,
+                    half * HALF_PANELS, HALF_PANELS);
+      }
     }
     mbarrier_arrive(smem_address(&barriers.batch_empty[n % N_BATCH]));
   }
@@ -106,14 +112,12 @@ DC_FN void send_scores(SharedStorage& smem) {
     mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
     if (batch.stop) return;
     for (const int end = t + batch.count; t < end; ++t) {
-      const int stage = t % N_SCORE_STAGE;
-      const u32 other_full = smem_address(&barriers.other_full[stage]);
-      mbarrier_wait(smem_address(&barriers.ds_full[stage]), full_parity(t / N_SCORE_STAGE));
+      const u32 other_full = smem_address(&barriers.other_full);
+      mbarrier_wait(smem_address(&barriers.ds_full), full_parity(t));
       mbarrier_arrive_expect(other_full, SCORE_BYTES);
       random_delay(t);
-      bulk_copy_cluster(cluster_address(smem_address(smem.ds_other[stage]), other),
-                        smem_address(smem.ds[stage]), SCORE_BYTES,
-                        cluster_address(other_full, other));
+      bulk_copy_cluster(cluster_address(smem_address(smem.ds_other), other), smem_address(smem.ds),
+                        SCORE_BYTES, cluster_address(other_full, other));
     }
     mbarrier_arrive(smem_address(&barriers.batch_empty[n % N_BATCH]));
   }

@@ -13,15 +13,27 @@ DC_FN void clear_keys(Element* gmem, i64 row_stride, int n_key, int thread) {
     store_8(gmem + i / CHUNKS * row_stride + i % CHUNKS * 8, zeros);
 }
 
+// Half of the columns: += scores^T rows.
+DC_FN void start_product(float (&sum)[HEAD_DIM / 4], u32 scores, u32 rows) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < Q_TILE / 16; ++k)
+    wgmma_ss<K_MAJOR, MN_MAJOR>(sum, descriptor(scores + k_major_step(k, 0)),
+                                descriptor(rows + mn_major_step(k)));
+  wgmma_commit();
+}
+
 // Role of the dv warpgroup, or of the dk warpgroup.
 template <bool IS_DV>
 DC_FN void sum_gradient(SharedStorage& smem, const BackwardParams& params, int warp, int lane) {
   const Barriers& barriers = smem.barriers;
-  const auto& scores = IS_DV ? smem.p : smem.ds;
-  const auto& scores_full = IS_DV ? barriers.p_full : barriers.ds_full;
-  const auto& scores_empty = IS_DV ? barriers.p_empty : barriers.ds_empty;
+  const u32 scores = smem_address(IS_DV ? smem.p[0] : smem.ds);
+  const u32 scores_full = smem_address(IS_DV ? barriers.p_full : &barriers.ds_full);
+  const u32 scores_empty = smem_address(IS_DV ? barriers.p_empty : &barriers.ds_empty);
+  constexpr int N_STAGE = IS_DV ? N_P_STAGE : 1;
   const u32 rows_empty = cluster_address(
-      smem_address(IS_DV ? &barriers.dout_empty : barriers.q_empty), IS_DV ? DOUT_CTA : Q_CTA);
+      smem_address(IS_DV ? barriers.dout_empty : barriers.q_empty), IS_DV ? DOUT_CTA : Q_CTA);
+  Slot slot;
   int n = 0, t = 0;  // batches and steps so far
   const auto wait_for_batch = [&]() {
     mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
@@ -45,25 +57,35 @@ DC_FN void sum_gradient(SharedStorage& smem, const BackwardParams& params, int w
       const int end = t + warp_uniform(batch.count);
 #pragma unroll 1
       for (; t < end; ++t) {
-        const int stage = t % N_SCORE_STAGE, row_stage = IS_DV ? 0 : t % N_Q_STAGE;
-        const u32 a = descriptor_low(smem_address(scores[0])) + stage * (SCORE_BYTES / 16);
-        const u32 b = descriptor_low(smem_address(IS_DV ? smem.dout : smem.q[0]), PANEL_BYTES) +
-                      row_stage * (Q_TILE_BYTES / 16);
+        const int stage = t % N_STAGE;
+        const u32 a = descriptor_low(scores) + stage * (SCORE_BYTES / 16);
         random_delay(t);
-        mbarrier_wait(smem_address(&scores_full[stage]), full_parity(t / N_SCORE_STAGE));
-        wgmma_fence();
+        mbarrier_wait(scores_full + 8 * stage, full_parity(t / N_STAGE));
+        if constexpr (IS_DV) {
+          const Slot first = slot;
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
+          for (int half = 0; half < 2; ++half, slot.advance()) {
+            mbarrier_wait(smem_address(&barriers.dout_full[slot.number]), slot.parity);
+            start_product(sum[half], a, descriptor_low(smem_address(smem.dout), PANEL_BYTES) +
+                                            slot.number * (HALF_BYTES / 16));
+          }
+          wgmma_wait<1>();
+          mbarrier_free_cluster_warp(rows_empty + 8 * first.number, lane);
+          wgmma_wait<0>();
+          mbarrier_free_cluster_warp(
+              rows_empty + 8 * (first.number + 1 == N_DOUT_SLOT ? 0 : first.number + 1), lane);
+        } else {
+          const int q_stage = t % N_Q_STAGE;
 #pragma unroll
-          for (int k = 0; k < Q_TILE / 16; ++k)
-            wgmma_ss<K_MAJOR, MN_MAJOR>(
-                sum[half], descriptor(a + k_major_step(k, 0)),
-                descriptor(b + half * (Q_TILE_BYTES / 2 / 16) + mn_major_step(k)));
-        wgmma_commit();
-        wgmma_wait<0>();
-        mbarrier_free_cluster_warp(rows_empty + 8 * row_stage, lane);
+          for (int half = 0; half < 2; ++half)
+            start_product(sum[half], a, descriptor_low(smem_address(smem.q), PANEL_BYTES) +
+                                            q_stage * (Q_TILE_BYTES / 16) +
+                                            half * (HALF_BYTES / 16));
+          wgmma_wait<0>();
+          mbarrier_free_cluster_warp(rows_empty + 8 * q_stage, lane);
+        }
         // The last scores of a kv tile stay ours: dk or dv goes through their place.
-        if (!is_last || t + 1 < end) mbarrier_arrive_warp(smem_address(&scores_empty[stage]), lane);
+        if (!is_last || t + 1 < end) mbarrier_arrive_warp(scores_empty + 8 * stage, lane);
       }
       if (is_last) break;
       next_batch();
@@ -79,9 +101,9 @@ DC_FN void sum_gradient(SharedStorage& smem, const BackwardParams& params, int w
       clear_keys(to + key0 * strides.row, strides.row, params.kv_len - key0, 32 * warp + lane);
       continue;
     }
-    const int stage = (t - 1) % N_SCORE_STAGE;
-    if (!IS_DV)  // the other CTA has its copy
-      mbarrier_wait(smem_address(&barriers.sent[stage]), full_parity((t - 1) / N_SCORE_STAGE));
+    const int stage = (t - 1) % N_STAGE;
+    if (!IS_DV)  // dq of both CTAs is made of it, too
+      mbarrier_wait(smem_address(&barriers.sent), full_parity(t - 1));
     named_barrier_sync(GRADIENTS + IS_DV, WARPGROUP_SIZE);  // all are done with what lies there
     const int row = 16 * warp + lane % 16;  // this lane's, as stmatrix wants it
     const auto fragment = [&](int k) {
@@ -89,9 +111,9 @@ DC_FN void sum_gradient(SharedStorage& smem, const BackwardParams& params, int w
     };
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      store_rows(sum[half], smem_address(scores[0]) + stage * SCORE_BYTES, 16 * warp, fragment, to,
+      store_rows(sum[half], scores + stage * SCORE_BYTES, 16 * warp, fragment, to,
                  strides.row, key0 + 16 * warp, params.kv_len, half * HEAD_DIM / 2,
                  IS_DV ? 1.f : params.scale, lane);
-    mbarrier_arrive_warp(smem_address(&scores_empty[stage]), lane);
+    mbarrier_arrive_warp(scores_empty + 8 * stage, lane);
   }
 }

@@ -18,7 +18,8 @@ constexpr int WARPS = 4;  // of a warpgroup
 constexpr int PRODUCER_WARP = 0, FIRST_TURN_WARP = 1, EXCHANGE_WARP = 2, PLANNER_WARP = 3;
 constexpr int Q_CTA = 0, DOUT_CTA = 1;  // who loads q and dout, for both
 constexpr u16 BOTH = 3;
-constexpr int N_Q_STAGE = 2, N_SCORE_STAGE = 2;
+constexpr int N_Q_STAGE = 2, N_P_STAGE = 2;
+constexpr int N_DOUT_SLOT = 3;  // of half a tile: 128 columns
 constexpr int N_THREAD = WARPGROUP_SIZE * 4;
 constexpr int HELPER_REGISTERS = 32, SOFTMAX_REGISTERS = 160, GRADIENT_REGISTERS = 160;
 // 65536 registers for 512 threads are 128 each at launch; setmaxnreg shares those out.
@@ -27,6 +28,7 @@ static_assert(HELPER_REGISTERS + SOFTMAX_REGISTERS + 2 * GRADIENT_REGISTERS <= 1
 
 constexpr int Q_TILE_BYTES = Q_TILE * HEAD_DIM * 2, KEYS_BYTES = CTA_KEYS * HEAD_DIM * 2;
 constexpr int PANEL_BYTES = 64 * PANEL_ROW_BYTES;  // of any tile: all have 64 rows
+constexpr int HALF_BYTES = Q_TILE_BYTES / 2, HALF_PANELS = N_PANEL / 2;
 constexpr int OTHER_KEYS_BYTES = DQ_PANELS * PANEL_BYTES;
 constexpr int SCORE_BYTES = CTA_KEYS * PANEL_ROW_BYTES;
 
@@ -73,13 +75,21 @@ DC_FN bool needs_mask(const Mask& mask, int row0, int key0) {
 // ordinary stores and read by wgmma and, dS, by the copy engine: the writers' proxy fence stands
 // before their arrival. A barrier armed by one CTA may count bytes that another CTA's copies
 // bring before it is armed: its phase does not end without the arrival.
+// Slots of halves of dout, in turn; who goes through them has one of these.
+struct Slot {
+  int number = 0;
+  u32 parity = 0;  // of its full barrier
+  DC_FN void advance() {
+    if (++number == N_DOUT_SLOT) number = 0, parity ^= 1;
+  }
+};
+
 struct Barriers {
   u64 q_full[N_Q_STAGE], q_empty[N_Q_STAGE];
-  u64 dout_full, dout_empty;
+  u64 dout_full[N_DOUT_SLOT], dout_empty[N_DOUT_SLOT];
   u64 kv_full, v_empty, k_empty;
-  u64 p_full[N_SCORE_STAGE], p_empty[N_SCORE_STAGE];
-  u64 ds_full[N_SCORE_STAGE], ds_empty[N_SCORE_STAGE];
-  u64 other_full[N_SCORE_STAGE], sent[N_SCORE_STAGE];
+  u64 p_full[N_P_STAGE], p_empty[N_P_STAGE];
+  u64 ds_full, ds_empty, other_full, sent;
   u64 turn[N_SOFTMAX], dq_added[N_SOFTMAX];
   u64 batch_full[N_BATCH], batch_begun[N_BATCH], batch_empty[N_BATCH];
   u64 turns_came, work_wanted, work_came;
@@ -92,10 +102,9 @@ struct alignas(1024) SharedStorage {
   u8 k[KEYS_BYTES], v[KEYS_BYTES];   // [N_PANEL][CTA_KEYS][128 bytes]
   u8 k_other[OTHER_KEYS_BYTES];      // the other CTA's keys, columns of this CTA's part of dq
   u8 q[N_Q_STAGE][Q_TILE_BYTES];     // [N_PANEL][Q_TILE][128 bytes]
-  u8 dout[Q_TILE_BYTES];
-  u8 p[N_SCORE_STAGE][SCORE_BYTES];  // [CTA_KEYS][128 bytes]: row = key, 64 q rows
-  u8 ds[N_SCORE_STAGE][SCORE_BYTES];
-  u8 ds_other[N_SCORE_STAGE][SCORE_BYTES];
+  u8 dout[N_DOUT_SLOT][HALF_BYTES];  // half h of step t in slot (2 t + h) % N_DOUT_SLOT
+  u8 p[N_P_STAGE][SCORE_BYTES];  // [CTA_KEYS][128 bytes]: row = key, 64 q rows
+  u8 ds[SCORE_BYTES], ds_other[SCORE_BYTES];
   float lse_log2[N_Q_STAGE][Q_TILE], delta[N_Q_STAGE][Q_TILE];
   Batch batches[N_BATCH];
   int steps_left[N_BATCH];  // of the kv tile, from that batch on
@@ -117,17 +126,20 @@ DC_FN void init_barriers(SharedStorage& smem) {
     init_barrier(b.q_full[s], 1);
     init_barrier(b.q_empty[s], 2 * WARPS);
   }
-  init_barrier(b.dout_full, 1);
-  init_barrier(b.dout_empty, 4 * WARPS);
 #pragma unroll
-  for (int s = 0; s < N_SCORE_STAGE; ++s) {
+  for (int s = 0; s < N_DOUT_SLOT; ++s) {
+    init_barrier(b.dout_full[s], 1);
+    init_barrier(b.dout_empty[s], 4 * WARPS);
+  }
+#pragma unroll
+  for (int s = 0; s < N_P_STAGE; ++s) {
     init_barrier(b.p_full[s], WARPS);
     init_barrier(b.p_empty[s], WARPS);
-    init_barrier(b.ds_full[s], WARPS);
-    init_barrier(b.ds_empty[s], WARPS);
-    init_barrier(b.other_full[s], 1);
-    init_barrier(b.sent[s], 2 * WARPS);
   }
+  init_barrier(b.ds_full, WARPS);
+  init_barrier(b.ds_empty, WARPS);
+  init_barrier(b.other_full, 1);
+  init_barrier(b.sent, 2 * WARPS);
   init_batch_barriers(b, BATCH_READERS);
   init_barrier(b.kv_full, 1);
   init_barrier(b.v_empty, WARPS);

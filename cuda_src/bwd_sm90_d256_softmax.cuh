@@ -17,35 +17,44 @@
 
 constexpr int N_K_STEP = HEAD_DIM / 16, N_KEY_STEP = CTA_KEYS / 16;
 constexpr int N_SCORE = CTA_KEYS / 2;      // accumulators of a thread
-constexpr int N_DQ = 64 / 2;
+constexpr int N_DQ = 64 * DQ_PANELS / 2;
 
-// [64][CTA_KEYS]: a b^T, both with HEAD_DIM columns.
-DC_FN void start_scores(float (&s)[N_SCORE], u32 rows, u32 keys) {
+// Columns of half a tile, of [64][CTA_KEYS] = a b^T; with FIRST the first of them.
+template <bool FIRST>
+DC_FN void add_scores(float (&s)[N_SCORE], u32 rows, u32 keys) {
   wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < N_K_STEP; ++k) {
+  for (int k = 0; k < N_K_STEP / 2; ++k) {
     const u64 a = descriptor(rows + k_major_step(k, PANEL_BYTES));
     const u64 b = descriptor(keys + k_major_step(k, PANEL_BYTES));
-    if (k == 0)
+    if (FIRST && k == 0)
       wgmma_ss_first<K_MAJOR, K_MAJOR>(s, a, b);
     else
       wgmma_ss<K_MAJOR, K_MAJOR>(s, a, b);
   }
-  wgmma_commit();
 }
 
-// 64 columns of dq += dS k, or = with FIRST.
-template <bool FIRST>
+// This CTA's columns of dq, as far as its own keys go.
 DC_FN void start_dq(float (&dq)[N_DQ], u32 ds, u32 keys) {
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < N_KEY_STEP; ++k) {
     const u64 a = descriptor(ds + mn_major_step(k)), b = descriptor(keys + mn_major_step(k));
-    if (FIRST && k == 0)
+    if (k == 0)
       wgmma_ss_first<MN_MAJOR, MN_MAJOR>(dq, a, b);
     else
       wgmma_ss<MN_MAJOR, MN_MAJOR>(dq, a, b);
   }
+}
+
+// And the other CTA's.
+DC_FN void finish_dq(float (&dq)[N_DQ], u32 ds, u32 keys) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < N_KEY_STEP; ++k)
+    wgmma_ss<MN_MAJOR, MN_MAJOR>(dq, descriptor(ds + mn_major_step(k)),
+                                 descriptor(keys + mn_major_step(k)));
+  wgmma_commit();
 }
 
 DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int warp, int lane) {
@@ -59,14 +68,14 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
   const u32 v_rows = descriptor_low(smem_address(smem.v));
   const u32 dout_rows = descriptor_low(smem_address(smem.dout));
   const u32 k_columns =
-      descriptor_low(smem_address(smem.k) + rank * OTHER_KEYS_BYTES);
-  const u32 k_other = descriptor_low(smem_address(smem.k_other));
+      descriptor_low(smem_address(smem.k) + rank * OTHER_KEYS_BYTES, PANEL_BYTES);
+  const u32 k_other = descriptor_low(smem_address(smem.k_other), PANEL_BYTES);
   const u32 ds_at = descriptor_low(smem_address(smem.ds));
   const u32 other_at = descriptor_low(smem_address(smem.ds_other));
-  const u32 dout_empty = cluster_address(smem_address(&barriers.dout_empty), DOUT_CTA);
-  const u32 sent = cluster_address(smem_address(barriers.sent), 1 - rank);
+  const u32 dout_empty = cluster_address(smem_address(barriers.dout_empty), DOUT_CTA);
+  const u32 sent = cluster_address(smem_address(&barriers.sent), 1 - rank);
 
-  float s[N_SCORE], dp[N_SCORE], dq0[N_DQ], dq1[N_DQ];
+  float s[N_SCORE], dp[N_SCORE], dq[N_DQ];
   int n = 0, t = 0;  // batches and steps so far
   int end = 0;       // steps up to the end of batch n
   const auto wait_for_batch = [&]() {
@@ -77,32 +86,37 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
     mbarrier_arrive_warp(smem_address(&barriers.batch_empty[n % N_BATCH]), lane);
     ++n;
   };
+  Slot slot;
   const auto start_s = [&](int step) {
     const int stage = step % N_Q_STAGE;
+    const u32 rows = descriptor_low(smem_address(smem.q)) + stage * (Q_TILE_BYTES / 16);
     mbarrier_wait(smem_address(&barriers.q_full[stage]), full_parity(step / N_Q_STAGE));
-    start_scores(s, descriptor_low(smem_address(smem.q)) + stage * (Q_TILE_BYTES / 16), k_rows);
-  };
-  const auto start_dp = [&](int step) {
-    mbarrier_wait(smem_address(&barriers.dout_full), full_parity(step));
-    start_scores(dp, dout_rows, v_rows);
-  };
-  // The second 64 columns of dq of a step.
-  const auto start_dq1 = [&](int step) {
-    const u32 at = (step & 1) * (SCORE_BYTES / 16);
-    start_dq<true>(dq1, ds_at + at, k_columns + PANEL_BYTES / 16);
-    start_dq<false>(dq1, other_at + at, k_other + PANEL_BYTES / 16);
+    add_scores<true>(s, rows, k_rows);
+    add_scores<false>(s, rows + HALF_BYTES / 16, k_rows + HALF_BYTES / 16);
     wgmma_commit();
   };
-  const auto send_dq0 = [&](int step, float4* dq_at, Send send) {
+  const auto start_dp = [&]() {
+    mbarrier_wait(smem_address(&barriers.dout_full[slot.number]), slot.parity);
+    add_scores<true>(dp, dout_rows + slot.number * (HALF_BYTES / 16), v_rows);
+    slot.advance();
+    mbarrier_wait(smem_address(&barriers.dout_full[slot.number]), slot.parity);
+    add_scores<false>(dp, dout_rows + slot.number * (HALF_BYTES / 16), v_rows + HALF_BYTES / 16);
+    slot.advance();
+    wgmma_commit();
+  };
+
+  const auto start_dq_of = [&](int step, bool is_there) {
+    if (is_there) mbarrier_wait(smem_address(&barriers.ds_full), full_parity(step));
+    start_dq(dq, ds_at, k_columns);
+    if (is_there) mbarrier_wait(smem_address(&barriers.other_full), full_parity(step));
+    finish_dq(dq, other_at, k_other);
+  };
+  const auto send_dq_of = [&](int step, float4* dq_at, Send send) {
+    mbarrier_arrive_warp(smem_address(&barriers.sent), lane);
+    mbarrier_free_cluster_warp(sent, lane);
     random_delay(step);
     mbarrier_wait(smem_address(&barriers.turn[0]), full_parity(step));
-    send_dq<N_DQ / 4>(dq0, 0, dq_at, send);
-  };
-  const auto send_dq1 = [&](int step, float4* dq_at, Send send) {
-    const int stage = step % N_SCORE_STAGE;
-    mbarrier_arrive_warp(smem_address(&barriers.sent[stage]), lane);
-    mbarrier_free_cluster_warp(sent + 8 * stage, lane);
-    send_dq<N_DQ / 4>(dq1, 0, dq_at + N_DQ / 4 * WARPGROUP_SIZE, send);
+    send_dq<N_DQ / 4>(dq, 0, dq_at, send);
     mbarrier_arrive_warp(smem_address(&barriers.dq_added[0]), lane);
   };
 
@@ -110,13 +124,9 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
     wait_for_batch();
     if (warp_uniform(smem.batches[n % N_BATCH].stop != 0)) return;
     const int kv_begin = t, kv_end = t + warp_uniform(smem.steps_left[n % N_BATCH]);
-    if (t < kv_end) {
+    if (t < kv_end)
       mbarrier_wait(smem_address(&barriers.kv_full),
                     full_parity(warp_uniform(smem.batches[n % N_BATCH].kv_tile0)));
-      start_s(t);
-      wgmma_wait<0>();
-      keep_below(s);
-    }
     float4* dq_at = nullptr;
     Send send = Send::NOTHING;
 #pragma unroll 1
@@ -127,15 +137,15 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
       }
       const Batch& batch = smem.batches[n % N_BATCH];
       const Step& step = batch.steps[t - end + batch.count];
-      const int q_stage = t % N_Q_STAGE;
-      const int stage = t % N_SCORE_STAGE, use = t / N_SCORE_STAGE;
-      start_dp(t);
-      start_dq1(t - 1);  // in the first step of a kv tile of old bytes, and dropped
-      if (t > kv_begin) send_dq0(t - 1, dq_at, send);
+      const int q_stage = t % N_Q_STAGE, stage = t % N_P_STAGE;
+      start_s(t);
+      start_dq_of(t - 1, t > kv_begin);  // in the first step of old bytes, and dropped
       const u32 lse_at = smem_address(&smem.lse_log2[q_stage][row]);
       const float lse_log2 = ld_shared_f32(lse_at), lse_log2_8 = ld_shared_f32(lse_at + 32);
       random_delay(t);
-      mbarrier_wait(smem_address(&barriers.p_empty[stage]), empty_parity(use));
+      mbarrier_wait(smem_address(&barriers.p_empty[stage]), empty_parity(t / N_P_STAGE));
+      wgmma_wait<1>();  // S
+      keep_below(s);
       if (warp_uniform(batch.masked != 0)) {
         const int thread = thread_index() % WARPGROUP_SIZE;
         hide_unseen(s, Mask{params.q_len, params.kv_len, params.mask_offset},
@@ -151,16 +161,23 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
       }
       fence_async_smem();
       mbarrier_arrive_warp(smem_address(&barriers.p_full[stage]), lane);
+      const int first_slot = slot.number;
+      start_dp();
+      wgmma_wait<1>();  // dq of the step before
+      keep_below(dq);
+      if (t > kv_begin) send_dq_of(t - 1, dq_at, send);
 
       const u32 delta_at = smem_address(&smem.delta[q_stage][row]);
       const float delta = ld_shared_f32(delta_at), delta_8 = ld_shared_f32(delta_at + 32);
-      mbarrier_wait(smem_address(&barriers.ds_empty[stage]), empty_parity(use));
-      mbarrier_wait(smem_address(&barriers.sent[stage]), empty_parity(use));
-      wgmma_wait<1>();  // dP
+      mbarrier_wait(smem_address(&barriers.ds_empty), empty_parity(t));
+      mbarrier_wait(smem_address(&barriers.sent), empty_parity(t));
+      wgmma_wait<0>();  // dP
       keep_below(dp);
-      mbarrier_free_cluster_warp(dout_empty, lane);
+      mbarrier_free_cluster_warp(dout_empty + 8 * first_slot, lane);
+      mbarrier_free_cluster_warp(
+          dout_empty + 8 * (first_slot + 1 == N_DOUT_SLOT ? 0 : first_slot + 1), lane);
       if (t + 1 == kv_end) mbarrier_arrive_warp(smem_address(&barriers.v_empty), lane);
-      const u32 ds_to = smem_address(smem.ds[stage]) + fragment_at;
+      const u32 ds_to = smem_address(smem.ds) + fragment_at;
 #pragma unroll
       for (int k = 0; k < N_KEY_STEP; ++k) {
         u32 ds[N_SCORE / 2];
@@ -169,39 +186,19 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
                           ds[4 * k + 2], ds[4 * k + 3]);
       }
       fence_async_smem();
-      mbarrier_arrive_warp(smem_address(&barriers.ds_full[stage]), lane);
-      if (t + 1 < kv_end) {
-        start_s(t + 1);
-      } else {          // an empty group
-        wgmma_fence();  // without it ptxas puts one in, and says so
-        wgmma_commit();
-      }
-      const u32 at = stage * (SCORE_BYTES / 16);
-      mbarrier_wait(smem_address(&barriers.ds_full[stage]), full_parity(use));
-      start_dq<true>(dq0, ds_at + at, k_columns);
-      wgmma_commit();
-      wgmma_wait<2>();  // the second 64 columns of dq of the step before
-      keep_below(dq1);
-      if (t > kv_begin) send_dq1(t - 1, dq_at, send);
-      mbarrier_wait(smem_address(&barriers.other_full[stage]), full_parity(use));
-      start_dq<false>(dq0, other_at + at, k_other);
-      wgmma_commit();
+      mbarrier_arrive_warp(smem_address(&barriers.ds_full), lane);
       dq_at = reinterpret_cast<float4*>(params.dq_accum) +
               i64(step.tile_index) * (Q_TILE * HEAD_DIM / 4) +
-              rank * (2 * N_DQ / 4 * WARPGROUP_SIZE) + 32 * warp + lane;
+              rank * (N_DQ / 4 * WARPGROUP_SIZE) + 32 * warp + lane;
       send = how_to_send(step);
       ++t;
-      wgmma_wait<0>();  // S of the next step, the first 64 columns of dq of this one
-      keep_below(s);
-      keep_below(dq0);
     }
     if (kv_end > kv_begin) {
-      start_dq1(t - 1);
-      send_dq0(t - 1, dq_at, send);
+      start_dq_of(t - 1, true);
       wgmma_wait<0>();
-      keep_below(dq1);
+      keep_below(dq);
       mbarrier_arrive_warp(smem_address(&barriers.k_empty), lane);
-      send_dq1(t - 1, dq_at, send);
+      send_dq_of(t - 1, dq_at, send);
     }
     for (bool is_last = false; !is_last;) {
       is_last = warp_uniform(smem.batches[n % N_BATCH].is_last != 0);

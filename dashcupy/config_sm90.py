@@ -102,9 +102,9 @@ class BackwardLoop:
         else:
             # Half of k of the other CTA; P, dS, and dS of the other CTA twice; lse and delta; steps
             # left; the work.
-            tiles += kv_bytes // 2 + 6 * score_bytes + self.q_stages * 2 * 4 * self.q_tile
-            tiles += 4 * _N_BATCH + 4
-            barriers = 2 * (self.q_stages + self.do_stages) + 3 + 6 * 2 + 2 + 2
+            tiles += kv_bytes // 2 + q_bytes // 2 + 4 * score_bytes
+            tiles += self.q_stages * 2 * 4 * self.q_tile + 4 * _N_BATCH + 4
+            barriers = 2 * self.q_stages + 6 + 3 + 4 + 4 + 2 + 2
         total = tiles + _BATCHES_BYTES + 8 * (barriers + 3 * _N_BATCH + 1)
         return -(-total // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
 
