@@ -19,23 +19,25 @@ constexpr int N_K_STEP = HEAD_DIM / 16, N_KEY_STEP = CTA_KEYS / 16;
 constexpr int N_SCORE = CTA_KEYS / 2;      // accumulators of a thread
 constexpr int N_DQ = 64 * DQ_PANELS / 2;
 
-// Columns of half a tile, of [64][CTA_KEYS] = a b^T; with FIRST the first of them.
-template <bool FIRST>
-DC_FN void add_scores(float (&s)[N_SCORE], u32 rows, u32 keys) {
+// [64][CTA_KEYS] = a b^T; the columns of a are in two places, each half of them.
+DC_FN void start_scores(float (&s)[N_SCORE], u32 rows, u32 more_rows, u32 keys) {
   wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < N_K_STEP / 2; ++k) {
-    const u64 a = descriptor(rows + k_major_step(k, PANEL_BYTES));
+  for (int k = 0; k < N_K_STEP; ++k) {
+    const int half_k = k % (N_K_STEP / 2);
+    const u64 a =
+        descriptor((k == half_k ? rows : more_rows) + k_major_step(half_k, PANEL_BYTES));
     const u64 b = descriptor(keys + k_major_step(k, PANEL_BYTES));
-    if (FIRST && k == 0)
+    if (k == 0)
       wgmma_ss_first<K_MAJOR, K_MAJOR>(s, a, b);
     else
       wgmma_ss<K_MAJOR, K_MAJOR>(s, a, b);
   }
+  wgmma_commit();
 }
 
-// This CTA's columns of dq, as far as its own keys go.
-DC_FN void start_dq(float (&dq)[N_DQ], u32 ds, u32 keys) {
+// This CTA's columns of dq: first its own keys, then the other's.
+DC_FN void start_dq(float (&dq)[N_DQ], u32 ds, u32 keys, u32 ds_other, u32 keys_other) {
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < N_KEY_STEP; ++k) {
@@ -45,15 +47,10 @@ DC_FN void start_dq(float (&dq)[N_DQ], u32 ds, u32 keys) {
     else
       wgmma_ss<MN_MAJOR, MN_MAJOR>(dq, a, b);
   }
-}
-
-// And the other CTA's.
-DC_FN void finish_dq(float (&dq)[N_DQ], u32 ds, u32 keys) {
-  wgmma_fence();
 #pragma unroll
   for (int k = 0; k < N_KEY_STEP; ++k)
-    wgmma_ss<MN_MAJOR, MN_MAJOR>(dq, descriptor(ds + mn_major_step(k)),
-                                 descriptor(keys + mn_major_step(k)));
+    wgmma_ss<MN_MAJOR, MN_MAJOR>(dq, descriptor(ds_other + mn_major_step(k)),
+                                 descriptor(keys_other + mn_major_step(k)));
   wgmma_commit();
 }
 
@@ -91,33 +88,30 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
     const int stage = step % N_Q_STAGE;
     const u32 rows = descriptor_low(smem_address(smem.q)) + stage * (Q_TILE_BYTES / 16);
     mbarrier_wait(smem_address(&barriers.q_full[stage]), full_parity(step / N_Q_STAGE));
-    add_scores<true>(s, rows, k_rows);
-    add_scores<false>(s, rows + HALF_BYTES / 16, k_rows + HALF_BYTES / 16);
-    wgmma_commit();
+    start_scores(s, rows, rows + HALF_BYTES / 16, k_rows);
   };
   const auto start_dp = [&]() {
+    const u32 first = dout_rows + slot.number * (HALF_BYTES / 16);
     mbarrier_wait(smem_address(&barriers.dout_full[slot.number]), slot.parity);
-    add_scores<true>(dp, dout_rows + slot.number * (HALF_BYTES / 16), v_rows);
     slot.advance();
+    const u32 second = dout_rows + slot.number * (HALF_BYTES / 16);
     mbarrier_wait(smem_address(&barriers.dout_full[slot.number]), slot.parity);
-    add_scores<false>(dp, dout_rows + slot.number * (HALF_BYTES / 16), v_rows + HALF_BYTES / 16);
     slot.advance();
-    wgmma_commit();
+    start_scores(dp, first, second, v_rows);
   };
 
   const auto start_dq_of = [&](int step, bool is_there) {
-    if (is_there) mbarrier_wait(smem_address(&barriers.ds_full), full_parity(step));
-    start_dq(dq, ds_at, k_columns);
-    if (is_there) mbarrier_wait(smem_address(&barriers.other_full), full_parity(step));
-    finish_dq(dq, other_at, k_other);
+    if (is_there) {
+      mbarrier_wait(smem_address(&barriers.ds_full), full_parity(step));
+      mbarrier_wait(smem_address(&barriers.other_full), full_parity(step));
+    }
+    start_dq(dq, ds_at, k_columns, other_at, k_other);
   };
   const auto send_dq_of = [&](int step, float4* dq_at, Send send) {
     mbarrier_arrive_warp(smem_address(&barriers.sent), lane);
     mbarrier_free_cluster_warp(sent, lane);
     random_delay(step);
     mbarrier_wait(smem_address(&barriers.turn[0]), full_parity(step));
-    send_dq<N_DQ / 4>(dq, 0, dq_at, send);
-    mbarrier_arrive_warp(smem_address(&barriers.dq_added[0]), lane);
   };
 
   for (;;) {  // kv tiles
@@ -140,11 +134,15 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
       const int q_stage = t % N_Q_STAGE, stage = t % N_P_STAGE;
       start_s(t);
       start_dq_of(t - 1, t > kv_begin);  // in the first step of old bytes, and dropped
+      const int first_slot = slot.number;
+      start_dp();
       const u32 lse_at = smem_address(&smem.lse_log2[q_stage][row]);
       const float lse_log2 = ld_shared_f32(lse_at), lse_log2_8 = ld_shared_f32(lse_at + 32);
+      const u32 delta_at = smem_address(&smem.delta[q_stage][row]);
+      const float delta = ld_shared_f32(delta_at), delta_8 = ld_shared_f32(delta_at + 32);
       random_delay(t);
       mbarrier_wait(smem_address(&barriers.p_empty[stage]), empty_parity(t / N_P_STAGE));
-      wgmma_wait<1>();  // S
+      wgmma_wait<2>();  // S
       keep_below(s);
       if (warp_uniform(batch.masked != 0)) {
         const int thread = thread_index() % WARPGROUP_SIZE;
@@ -161,14 +159,11 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
       }
       fence_async_smem();
       mbarrier_arrive_warp(smem_address(&barriers.p_full[stage]), lane);
-      const int first_slot = slot.number;
-      start_dp();
       wgmma_wait<1>();  // dq of the step before
       keep_below(dq);
       if (t > kv_begin) send_dq_of(t - 1, dq_at, send);
+      send_dq<N_DQ / 8>(dq, 0, dq_at, send);
 
-      const u32 delta_at = smem_address(&smem.delta[q_stage][row]);
-      const float delta = ld_shared_f32(delta_at), delta_8 = ld_shared_f32(delta_at + 32);
       mbarrier_wait(smem_address(&barriers.ds_empty), empty_parity(t));
       mbarrier_wait(smem_address(&barriers.sent), empty_parity(t));
       wgmma_wait<0>();  // dP
@@ -182,11 +177,14 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
       for (int k = 0; k < N_KEY_STEP; ++k) {
         u32 ds[N_SCORE / 2];
         multiply_scores(ds, s, dp, k, delta, delta_8);
+        send_dq<N_DQ / 32>(dq, N_DQ / 8 + k * N_DQ / 32, dq_at, send);
         stmatrix_x4_trans(ds_to + 16 * k * PANEL_ROW_BYTES, ds[4 * k], ds[4 * k + 1],
                           ds[4 * k + 2], ds[4 * k + 3]);
       }
       fence_async_smem();
       mbarrier_arrive_warp(smem_address(&barriers.ds_full), lane);
+      keep_alive(dq);
+      if (t > kv_begin) mbarrier_arrive_warp(smem_address(&barriers.dq_added[0]), lane);
       dq_at = reinterpret_cast<float4*>(params.dq_accum) +
               i64(step.tile_index) * (Q_TILE * HEAD_DIM / 4) +
               rank * (N_DQ / 4 * WARPGROUP_SIZE) + 32 * warp + lane;
@@ -199,6 +197,8 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
       keep_below(dq);
       mbarrier_arrive_warp(smem_address(&barriers.k_empty), lane);
       send_dq_of(t - 1, dq_at, send);
+      send_dq<N_DQ / 4>(dq, 0, dq_at, send);
+      mbarrier_arrive_warp(smem_address(&barriers.dq_added[0]), lane);
     }
     for (bool is_last = false; !is_last;) {
       is_last = warp_uniform(smem.batches[n % N_BATCH].is_last != 0);

@@ -59,6 +59,14 @@ DC_FN void keep_below(float (&x)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 
+// x stays where it is up to this point: additions to memory read their registers late, and what is
+// written over those waits for them.
+template <int N>
+DC_FN void keep_alive(const float (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" ::"f"(x[i]));
+}
+
 // The five forms below, for one N:
 //   wgmma_ss<A, B>(d, a, b)     d += a b, both from shared memory; A, B: K_MAJOR or MN_MAJOR
 //   wgmma_ss_first<A, B>(...)   d = a b: what was in d is not read, so its registers were free
