@@ -18,7 +18,7 @@ DC_FN void write_dq(SharedStorage& smem, const BackwardParams& params) {
   int t = 0;  // steps so far
   for (int n = 0;; ++n) {
     const Batch& batch = smem.batches[n % N_BATCH];
-    mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
+    wait_for_batch(barriers, n);
     if (batch.stop) return;
     if (batch.ends_work && batch.count == 0) mbarrier_arrive(smem_address(&barriers.turns_came));
     for (int i = 0; i < batch.count; ++i, ++t) {
@@ -50,6 +50,6 @@ DC_FN void write_dq(SharedStorage& smem, const BackwardParams& params) {
       mbarrier_arrive(smem_address(&barriers.dq_empty[1]));
       turnstile_release(semaphore);
     }
-    mbarrier_arrive(smem_address(&barriers.batch_empty[n % N_BATCH]));
+    free_batch(barriers, n);
   }
 }

@@ -222,11 +222,8 @@ DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int
   Sums sums;
   int n = 0, t = 0, n_kv_tile = 0;  // batches, steps and kv tiles so far
 
-  const auto wait_for_batch = [&]() {
-    mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
-  };
   for (;;) {  // kv tiles
-    wait_for_batch();
+    wait_for_batch(barriers, n);
     if (warp_uniform(smem.batches[n % N_BATCH].stop != 0)) return;
     const int key0 = warp_uniform(smem.batches[n % N_BATCH].row0) + 16 * warp;
 #pragma unroll
@@ -245,9 +242,8 @@ DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int
       for (; t < t_end; ++t, is_first = 0)
         visit(sums, smem, params, me, t, t_end, is_first, batch, masked);
       if (warp_uniform(batch.is_last != 0)) break;
-      mbarrier_arrive_warp(smem_address(&barriers.batch_empty[n % N_BATCH]), lane);
-      ++n;
-      wait_for_batch();
+      next_batch(barriers, n, lane);
+      wait_for_batch(barriers, n);
     }
     wgmma_wait<0>();
     if (!is_first) {
@@ -264,8 +260,7 @@ DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int
     }
     const Batch& batch = smem.batches[n % N_BATCH];
     const int batch_index = batch.batch, kv_head = batch.kv_head;
-    mbarrier_arrive_warp(smem_address(&barriers.batch_empty[n % N_BATCH]), lane);
-    ++n;
+    next_batch(barriers, n, lane);
     // When both are here no product reads ds, and the next dS is stored when both have gone on.
     mbarrier_arrive_warp(smem_address(&barriers.all_done), lane);
     mbarrier_wait(smem_address(&barriers.all_done), full_parity(n_kv_tile++));
