@@ -72,9 +72,7 @@ DC_FN void next_batch(const Barriers& b, int& n, int lane) {
 // who is late.
 DC_FN void random_delay(u32 salt) {
 #if DC_DELAY
-  u32 clock;
-  asm volatile("mov.u32 %0, %%clock;" : "=r"(clock));
-  const u32 hash = (clock ^ salt * 0x9e3779b9u) * 0x85ebca6bu;
+  const u32 hash = (u32(clock()) ^ salt * 0x9e3779b9u) * 0x85ebca6bu;
   if (hash >> 30 == 0) __nanosleep(hash >> 8 & 0x1fff);
 #endif
 }
