@@ -4,15 +4,8 @@
 // shared memory, and each product has all keys as columns. dv^T += dout^T P, dk^T += q^T dS.
 #pragma once
 #include "bwd_sm90_d192_layout.cuh"
+#include "bwd_sm90_clear.cuh"
 #include "bwd_sm90_transposed.cuh"
-
-// Zeros instead: no row sees a key of the tile.
-DC_FN void clear_keys(Element* gmem, i64 row_stride, int n_key, int thread) {
-  constexpr int CHUNKS = DC_HEAD_DIM / 8;
-  const u32 zeros[4] = {0, 0, 0, 0};
-  for (int i = thread; i < min_int(KV_TILE, n_key) * CHUNKS; i += WARPGROUP_SIZE)
-    store_8(gmem + i / CHUNKS * row_stride + i % CHUNKS * 8, zeros);
-}
 
 // Role of the dv warpgroup, or of the dk warpgroup.
 template <bool IS_DV>
@@ -25,15 +18,8 @@ DC_FN void sum_gradient(SharedStorage& smem, const BackwardParams& params, int w
   const u32 rows_at = smem_address(IS_DV ? smem.dout[0] : smem.q[0]);
   const u32 empty_at = smem_address(IS_DV ? barriers.dout_empty : barriers.q_empty);
   int n = 0, t = 0;  // batches and steps so far
-  const auto wait_for_batch = [&]() {
-    mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
-  };
-  const auto next_batch = [&]() {
-    mbarrier_arrive_warp(smem_address(&barriers.batch_empty[n % N_BATCH]), lane);
-    ++n;
-  };
   for (;;) {  // kv tiles
-    wait_for_batch();
+    wait_for_batch(barriers, n);
     if (warp_uniform(smem.batches[n % N_BATCH].stop != 0)) return;
     const bool has_steps = warp_uniform(smem.batches[n % N_BATCH].count != 0);
     float sum[N_PANEL][KV_TILE / 2];
@@ -67,15 +53,15 @@ DC_FN void sum_gradient(SharedStorage& smem, const BackwardParams& params, int w
         if (!is_last || t + 1 < end) mbarrier_arrive_warp(smem_address(&scores_empty[stage]), lane);
       }
       if (is_last) break;
-      next_batch();
-      wait_for_batch();
+      next_batch(barriers, n, lane);
+      wait_for_batch(barriers, n);
     }
     const Batch& batch = smem.batches[n % N_BATCH];
     const int key0 = batch.row0;
     const Strides strides = IS_DV ? params.dv_strides : params.dk_strides;
     Element* to = (IS_DV ? params.dv : params.dk) + batch.batch * strides.batch +
                   batch.kv_head * strides.head + key0 * strides.row;
-    next_batch();
+    next_batch(barriers, n, lane);
     if (!has_steps) {
       clear_keys(to, strides.row, params.kv_len - key0, 32 * warp + lane);
       continue;

@@ -14,7 +14,7 @@
 #pragma once
 #include "bwd_sm90_d192_layout.cuh"
 #include "bwd_sm90_scores.cuh"
-#include "ptx/math.cuh"
+#include "bwd_sm90_transposed.cuh"
 #include "ptx/stmatrix.cuh"
 
 constexpr int N_K_STEP = HEAD_DIM / 16, N_KEY_STEP = KV_TILE / 16;
@@ -51,9 +51,6 @@ DC_FN void start_dq(float (&dq)[32], const u32 (&ds)[4 * N_KEY_STEP], u32 keys, 
 
 DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int warp, int lane) {
   const Barriers& barriers = smem.barriers;
-  // This lane's row of one of four 8 x 8 matrices, transposed: 16 keys, the 16 q rows of its warp.
-  const u32 fragment_at = (lane / 16 * 8 + lane % 8) * PANEL_ROW_BYTES +
-                          (((2 * warp + lane / 8 % 2) ^ (lane % 8)) << 4);
   const int row = 16 * warp + lane / 4;  // of the tile
   const u32 k_rows = descriptor_low(smem_address(smem.k));
   const u32 v_rows = descriptor_low(smem_address(smem.v));
@@ -61,13 +58,9 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
   float s[N_SCORE];
   int n = 0, t = 0;  // batches and steps so far
   int end = 0;       // steps up to the end of batch n
-  const auto wait_for_batch = [&]() {
-    mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
+  const auto open_batch = [&]() {
+    wait_for_batch(barriers, n);
     end += warp_uniform(smem.batches[n % N_BATCH].count);
-  };
-  const auto next_batch = [&]() {
-    mbarrier_arrive_warp(smem_address(&barriers.batch_empty[n % N_BATCH]), lane);
-    ++n;
   };
   const auto start_s = [&](int step) {
     const int stage = step % N_Q_STAGE;
@@ -76,7 +69,7 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
   };
 
   for (;;) {  // kv tiles
-    wait_for_batch();
+    open_batch();
     if (warp_uniform(smem.batches[n % N_BATCH].stop != 0)) return;
     const int kv_end = t + warp_uniform(smem.steps_left[n % N_BATCH]);
     if (t < kv_end) {
@@ -88,8 +81,8 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
 #pragma unroll 1
     while (t < kv_end) {
       if (t == end) {
-        next_batch();
-        wait_for_batch();
+        next_batch(barriers, n, lane);
+        open_batch();
       }
       const Batch& batch = smem.batches[n % N_BATCH];
       const Step& step = batch.steps[t - end + batch.count];
@@ -109,7 +102,7 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
                     step.q_tile * Q_TILE + 16 * (thread / WARP_SIZE) + thread % WARP_SIZE / 4,
                     batch.row0 + 2 * (thread % 4));
       }
-      const u32 p_at = smem_address(smem.p[stage]) + fragment_at;
+      const u32 p_at = transposed_fragment(smem_address(smem.p[stage]), warp, lane);
 #pragma unroll
       for (int k = 0; k < N_KEY_STEP; ++k) {
         u32 p[4];
@@ -126,7 +119,7 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
       keep_below(dp);
       mbarrier_arrive_warp(smem_address(&barriers.dout_empty[dout_stage]), lane);
       if (t + 1 == kv_end) mbarrier_arrive_warp(smem_address(&barriers.v_empty), lane);
-      const u32 ds_at = smem_address(smem.ds[stage]) + fragment_at;
+      const u32 ds_at = transposed_fragment(smem_address(smem.ds[stage]), warp, lane);
       u32 ds[4 * N_KEY_STEP];  // packed, as A operand
 #pragma unroll
       for (int k = 0; k < N_KEY_STEP; ++k) {
@@ -172,8 +165,8 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
     }
     for (bool is_last = false; !is_last;) {
       is_last = warp_uniform(smem.batches[n % N_BATCH].is_last != 0);
-      next_batch();
-      if (!is_last) wait_for_batch();
+      next_batch(barriers, n, lane);
+      if (!is_last) open_batch();
     }
   }
 }

@@ -49,7 +49,7 @@ DC_FN void load_tiles(SharedStorage& smem, const BackwardParams& params, const B
   Slot slot;
   for (int n = 0;; ++n) {
     const Batch& batch = smem.batches[n % N_BATCH];
-    mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
+    wait_for_batch(barriers, n);
     if (batch.stop) return;
     mbarrier_arrive(smem_address(&barriers.batch_begun[n % N_BATCH]));
     for (int i = 0; i < batch.count; ++i, ++t) {
@@ -97,19 +97,19 @@ DC_FN void load_tiles(SharedStorage& smem, const BackwardParams& params, const B
                     half * HALF_PANELS, HALF_PANELS);
       }
     }
-    mbarrier_arrive(smem_address(&barriers.batch_empty[n % N_BATCH]));
+    free_batch(barriers, n);
   }
 }
 
 // The exchange warp: dS of each step to the other CTA. That its place there is free, the softmax
-// warps know (`sent`) before they store the next dS.
+// warps know (ds_taken) before they store the next dS.
 DC_FN void send_scores(SharedStorage& smem) {
   const Barriers& barriers = smem.barriers;
   const int other = 1 - cta_rank();
   int t = 0;
   for (int n = 0;; ++n) {
     const Batch& batch = smem.batches[n % N_BATCH];
-    mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
+    wait_for_batch(barriers, n);
     if (batch.stop) return;
     for (const int end = t + batch.count; t < end; ++t) {
       const u32 other_full = smem_address(&barriers.other_full);
@@ -119,6 +119,6 @@ DC_FN void send_scores(SharedStorage& smem) {
       bulk_copy_cluster(cluster_address(smem_address(smem.ds_other), other), smem_address(smem.ds),
                         SCORE_BYTES, cluster_address(other_full, other));
     }
-    mbarrier_arrive(smem_address(&barriers.batch_empty[n % N_BATCH]));
+    free_batch(barriers, n);
   }
 }

@@ -3,15 +3,8 @@
 // Keys are the rows of both; all operands come from shared memory.
 #pragma once
 #include "bwd_sm90_d256_layout.cuh"
+#include "bwd_sm90_clear.cuh"
 #include "bwd_sm90_products.cuh"
-
-// Zeros instead: no row sees a key of the tile.
-DC_FN void clear_keys(Element* gmem, i64 row_stride, int n_key, int thread) {
-  constexpr int CHUNKS = DC_HEAD_DIM / 8;
-  const u32 zeros[4] = {0, 0, 0, 0};
-  for (int i = thread; i < min_int(CTA_KEYS, n_key) * CHUNKS; i += WARPGROUP_SIZE)
-    store_8(gmem + i / CHUNKS * row_stride + i % CHUNKS * 8, zeros);
-}
 
 // Half of the columns: += scores^T rows.
 DC_FN void start_product(float (&sum)[HEAD_DIM / 4], u32 scores, u32 rows) {
@@ -35,15 +28,8 @@ DC_FN void sum_gradient(SharedStorage& smem, const BackwardParams& params, int w
       smem_address(IS_DV ? barriers.dout_empty : barriers.q_empty), IS_DV ? DOUT_CTA : Q_CTA);
   Slot slot;
   int n = 0, t = 0;  // batches and steps so far
-  const auto wait_for_batch = [&]() {
-    mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
-  };
-  const auto next_batch = [&]() {
-    mbarrier_arrive_warp(smem_address(&barriers.batch_empty[n % N_BATCH]), lane);
-    ++n;
-  };
   for (;;) {  // kv tiles
-    wait_for_batch();
+    wait_for_batch(barriers, n);
     if (warp_uniform(smem.batches[n % N_BATCH].stop != 0)) return;
     const bool has_steps = warp_uniform(smem.batches[n % N_BATCH].count != 0);
     float sum[2][HEAD_DIM / 4];  // halves of the columns
@@ -66,19 +52,19 @@ DC_FN void sum_gradient(SharedStorage& smem, const BackwardParams& params, int w
 #pragma unroll
           for (int half = 0; half < 2; ++half, slot.advance()) {
             mbarrier_wait(smem_address(&barriers.dout_full[slot.number]), slot.parity);
-            start_product(sum[half], a, descriptor_low(smem_address(smem.dout), PANEL_BYTES) +
+            start_product(sum[half], a, descriptor_low(smem_offset(smem.dout), PANEL_BYTES) +
                                             slot.number * (HALF_BYTES / 16));
           }
           wgmma_wait<1>();
           mbarrier_free_cluster_warp(rows_empty + 8 * first.number, lane);
           wgmma_wait<0>();
           mbarrier_free_cluster_warp(
-              rows_empty + 8 * (first.number + 1 == N_DOUT_SLOT ? 0 : first.number + 1), lane);
+              rows_empty + 8 * next_slot(first.number), lane);
         } else {
           const int q_stage = t % N_Q_STAGE;
 #pragma unroll
           for (int half = 0; half < 2; ++half)
-            start_product(sum[half], a, descriptor_low(smem_address(smem.q), PANEL_BYTES) +
+            start_product(sum[half], a, descriptor_low(smem_offset(smem.q), PANEL_BYTES) +
                                             q_stage * (Q_TILE_BYTES / 16) +
                                             half * (HALF_BYTES / 16));
           wgmma_wait<0>();
@@ -88,22 +74,22 @@ DC_FN void sum_gradient(SharedStorage& smem, const BackwardParams& params, int w
         if (!is_last || t + 1 < end) mbarrier_arrive_warp(scores_empty + 8 * stage, lane);
       }
       if (is_last) break;
-      next_batch();
-      wait_for_batch();
+      next_batch(barriers, n, lane);
+      wait_for_batch(barriers, n);
     }
     const Batch& batch = smem.batches[n % N_BATCH];
     const int key0 = batch.row0;
     const Strides strides = IS_DV ? params.dv_strides : params.dk_strides;
     Element* to = (IS_DV ? params.dv : params.dk) + batch.batch * strides.batch +
                   batch.kv_head * strides.head;
-    next_batch();
+    next_batch(barriers, n, lane);
     if (!has_steps) {
       clear_keys(to + key0 * strides.row, strides.row, params.kv_len - key0, 32 * warp + lane);
       continue;
     }
     const int stage = (t - 1) % N_STAGE;
     if (!IS_DV)  // dq of both CTAs is made of it, too
-      mbarrier_wait(smem_address(&barriers.sent), full_parity(t - 1));
+      mbarrier_wait(smem_address(&barriers.ds_taken), full_parity(t - 1));
     named_barrier_sync(GRADIENTS + IS_DV, WARPGROUP_SIZE);  // all are done with what lies there
     const int row = 16 * warp + lane % 16;  // this lane's, as stmatrix wants it
     const auto fragment = [&](int k) {

@@ -28,6 +28,17 @@ static_assert(HELPER_REGISTERS + SOFTMAX_REGISTERS + 2 * GRADIENT_REGISTERS <= 1
 
 constexpr int Q_TILE_BYTES = Q_TILE * HEAD_DIM * 2, KEYS_BYTES = CTA_KEYS * HEAD_DIM * 2;
 constexpr int PANEL_BYTES = 64 * PANEL_ROW_BYTES;  // of any tile: all have 64 rows
+// Halves of dout go through its slots in turn; each role has one of these.
+DC_FN int next_slot(int number) { return number + 1 == N_DOUT_SLOT ? 0 : number + 1; }
+struct Slot {
+  int number = 0;
+  u32 parity = 0;  // of its full barrier
+  DC_FN void advance() {
+    number = next_slot(number);
+    if (number == 0) parity ^= 1;
+  }
+};
+
 constexpr int HALF_BYTES = Q_TILE_BYTES / 2, HALF_PANELS = N_PANEL / 2;
 constexpr int OTHER_KEYS_BYTES = DQ_PANELS * PANEL_BYTES;
 constexpr int SCORE_BYTES = CTA_KEYS * PANEL_ROW_BYTES;
@@ -42,20 +53,22 @@ DC_FN bool needs_mask(const Mask& mask, int row0, int key0) {
 //                                  bytes from CTA 0
 // q_empty[s]       8 warps         dk of both CTAs, product of the    producer,     q, rows of
 //                                  step done                          CTA 0         both
-// dout_full        1 + bytes       producers: bytes from CTA 1        softmax       dout
-// dout_empty       16 warps        softmax of both CTAs, dP done; dv  producer,     dout of both
-//                                  of both, product of the step done  CTA 1
+// dout_full[s]     1 + bytes       producers: armed by the own one,   softmax, dv   dout
+//                                  bytes from CTA 1
+// dout_empty[s]    16 warps        softmax and dv of both CTAs, dP    producer,     dout of both
+//                                  or product of the step done        CTA 1
 // kv_full          1 + bytes       producer                           softmax       k, k_other, v
 // v_empty          4 warps         softmax, last dP of the tile done  producer      v
 // k_empty          4 warps         softmax, last dq of the tile done  producer      k, k_other
 // p_full[s]        4 warps         softmax, P stored                  dv            p
 // p_empty[s]       4 warps         dv, product of the step done       softmax       p
-// ds_full[s]       4 warps         softmax, dS stored                 dk, exchange  ds
-// ds_empty[s]      4 warps         dk, product of the step done       softmax       ds
-// other_full[s]    1 + bytes       exchange warps: armed by the own   softmax       ds_other
+// ds_full          4 warps         softmax, dS stored                 dk, exchange, ds
+//                                                                     softmax
+// ds_empty         4 warps         dk, product of the step done       softmax       ds
+// ds_taken         8 warps         softmax of both CTAs, dq with our  softmax, dk   ds, ds_other
+//                                  dS done                                          of the other
+// other_full       1 + bytes       exchange warps: armed by the own   softmax       ds_other
 //                                  one, bytes from the other CTA's
-// sent[s]          4 warps         softmax of the other CTA, its      softmax, dk   ds, ds_other
-//                                  product with our dS done                         of the other
 // turn[0]          1               turn warp, ticket has come         softmax       dq_accum
 // dq_added[0]      4 warps         softmax, part of dq sent           turn warp     dq_accum, turn
 // batch_full[s]    1               planner                            all others    batches
@@ -64,32 +77,23 @@ DC_FN bool needs_mask(const Mask& mask, int row0, int key0) {
 //                                  softmax, dv and dk warps
 // turns_came       1               turn warp, turn of the last part   planner       the next work
 //                                  of a work has come
-// work_wanted      1               planner of CTA 1                   planner,      work of CTA 1
-//                                                                     CTA 0
+// work_wanted      1               planner of CTA 1, ready for the    planner,      work of CTA 1
+//                                  next work                          CTA 0
 // work_came        1               planner of CTA 0, work written     planner,      work
 //                                                                     CTA 1
 // GRADIENTS + i    128 threads     dv, dk                             the same      p or ds, as
 //                                                                                   staging
 //
-// dv and dk warps need not wait for q and dout: P and dS are made of them. P and dS are written by
-// ordinary stores and read by wgmma and, dS, by the copy engine: the writers' proxy fence stands
-// before their arrival. A barrier armed by one CTA may count bytes that another CTA's copies
-// bring before it is armed: its phase does not end without the arrival.
-// Slots of halves of dout, in turn; who goes through them has one of these.
-struct Slot {
-  int number = 0;
-  u32 parity = 0;  // of its full barrier
-  DC_FN void advance() {
-    if (++number == N_DOUT_SLOT) number = 0, parity ^= 1;
-  }
-};
-
+// dk warps need not wait for q: dS is made of it. P and dS are written by ordinary stores and read
+// by wgmma and, dS, by the copy engine: the writers' proxy fence stands before their arrival. A
+// barrier that one CTA arms may count bytes that the other CTA's copies bring before it is armed:
+// its phase does not end without the arrival.
 struct Barriers {
   u64 q_full[N_Q_STAGE], q_empty[N_Q_STAGE];
   u64 dout_full[N_DOUT_SLOT], dout_empty[N_DOUT_SLOT];
   u64 kv_full, v_empty, k_empty;
   u64 p_full[N_P_STAGE], p_empty[N_P_STAGE];
-  u64 ds_full, ds_empty, other_full, sent;
+  u64 ds_full, ds_empty, ds_taken, other_full;
   u64 turn[N_SOFTMAX], dq_added[N_SOFTMAX];
   u64 batch_full[N_BATCH], batch_begun[N_BATCH], batch_empty[N_BATCH];
   u64 turns_came, work_wanted, work_came;
@@ -139,7 +143,7 @@ DC_FN void init_barriers(SharedStorage& smem) {
   init_barrier(b.ds_full, WARPS);
   init_barrier(b.ds_empty, WARPS);
   init_barrier(b.other_full, 1);
-  init_barrier(b.sent, 2 * WARPS);
+  init_barrier(b.ds_taken, 2 * WARPS);
   init_batch_barriers(b, BATCH_READERS);
   init_barrier(b.kv_full, 1);
   init_barrier(b.v_empty, WARPS);

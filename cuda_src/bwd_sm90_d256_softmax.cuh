@@ -2,22 +2,23 @@
 //
 // q rows are the rows of S and dP, as in bwd_sm90_d192. Step t:
 //
-//   S(t)                            from the iteration before, or the start of the kv tile
-//   dP = dout v^T                   under it:
-//   P = exp2(S * scale_log2 - lse_log2)  -> p[t]
-//   dS = P (dP - delta)                  -> ds[t], and by the exchange warp to the other CTA
-//   S(t + 1) = q k^T                while dS of the other CTA comes
-//   dq = dS k                       this CTA's columns: first its own keys, then the other's
-//   dq_part -> dq_accum             at its turn
+//   S = q k^T
+//   dq(t - 1) = dS k                this CTA's columns: its own keys, then the other CTA's
+//   dP = dout v^T                   under these three:
+//   P = exp2(S * scale_log2 - lse_log2)  -> p
+//   dq_part(t - 1) -> dq_accum           at its turn: half of it at once, half with dS
+//   dS = P (dP - delta)                  -> ds, and by the exchange warp to the other CTA
+//
+// dq is a step late, so that dS of the other CTA comes under S, and so that the additions to L2 run
+// beside products. Those read their registers late: nothing is written over them before dS is done.
 #pragma once
 #include "bwd_sm90_d256_layout.cuh"
 #include "bwd_sm90_scores.cuh"
-#include "ptx/math.cuh"
+#include "bwd_sm90_transposed.cuh"
 #include "ptx/stmatrix.cuh"
 
 constexpr int N_K_STEP = HEAD_DIM / 16, N_KEY_STEP = CTA_KEYS / 16;
-constexpr int N_SCORE = CTA_KEYS / 2;      // accumulators of a thread
-constexpr int N_DQ = 64 * DQ_PANELS / 2;
+constexpr int N_SCORE = CTA_KEYS / 2, N_DQ = 64 * DQ_PANELS / 2;  // accumulators of a thread
 
 // [64][CTA_KEYS] = a b^T; the columns of a are in two places, each half of them.
 DC_FN void start_scores(float (&s)[N_SCORE], u32 rows, u32 more_rows, u32 keys) {
@@ -57,84 +58,78 @@ DC_FN void start_dq(float (&dq)[N_DQ], u32 ds, u32 keys, u32 ds_other, u32 keys_
 DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int warp, int lane) {
   const Barriers& barriers = smem.barriers;
   const int rank = cta_rank();
-  // This lane's row of one of four 8 x 8 matrices, transposed: 16 keys, the 16 q rows of its warp.
-  const u32 fragment_at = (lane / 16 * 8 + lane % 8) * PANEL_ROW_BYTES +
-                          (((2 * warp + lane / 8 % 2) ^ (lane % 8)) << 4);
   const int row = 16 * warp + lane / 4;  // of the tile
-  const u32 k_rows = descriptor_low(smem_address(smem.k));
-  const u32 v_rows = descriptor_low(smem_address(smem.v));
-  const u32 dout_rows = descriptor_low(smem_address(smem.dout));
-  const u32 k_columns =
-      descriptor_low(smem_address(smem.k) + rank * OTHER_KEYS_BYTES, PANEL_BYTES);
-  const u32 k_other = descriptor_low(smem_address(smem.k_other), PANEL_BYTES);
-  const u32 ds_at = descriptor_low(smem_address(smem.ds));
-  const u32 other_at = descriptor_low(smem_address(smem.ds_other));
+  const u32 k_rows = descriptor_low(smem_offset(smem.k));
+  const u32 k_columns = descriptor_low(smem_offset(smem.k) + rank * OTHER_KEYS_BYTES, PANEL_BYTES);
+  const u32 k_other = descriptor_low(smem_offset(smem.k_other), PANEL_BYTES);
   const u32 dout_empty = cluster_address(smem_address(barriers.dout_empty), DOUT_CTA);
-  const u32 sent = cluster_address(smem_address(&barriers.sent), 1 - rank);
+  const u32 ds_taken = cluster_address(smem_address(&barriers.ds_taken), 1 - rank);
 
   float s[N_SCORE], dp[N_SCORE], dq[N_DQ];
   int n = 0, t = 0;  // batches and steps so far
   int end = 0;       // steps up to the end of batch n
-  const auto wait_for_batch = [&]() {
-    mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
+  Slot slot;         // of dout
+  const auto open_batch = [&]() {
+    wait_for_batch(barriers, n);
     end += warp_uniform(smem.batches[n % N_BATCH].count);
   };
-  const auto next_batch = [&]() {
-    mbarrier_arrive_warp(smem_address(&barriers.batch_empty[n % N_BATCH]), lane);
-    ++n;
-  };
-  Slot slot;
-  const auto start_s = [&](int step) {
-    const int stage = step % N_Q_STAGE;
-    const u32 rows = descriptor_low(smem_address(smem.q)) + stage * (Q_TILE_BYTES / 16);
-    mbarrier_wait(smem_address(&barriers.q_full[stage]), full_parity(step / N_Q_STAGE));
+  const auto start_s = [&]() {
+    const int stage = t % N_Q_STAGE;
+    const u32 rows = descriptor_low(smem_offset(smem.q)) + stage * (Q_TILE_BYTES / 16);
+    mbarrier_wait(smem_address(&barriers.q_full[stage]), full_parity(t / N_Q_STAGE));
     start_scores(s, rows, rows + HALF_BYTES / 16, k_rows);
   };
   const auto start_dp = [&]() {
-    const u32 first = dout_rows + slot.number * (HALF_BYTES / 16);
-    mbarrier_wait(smem_address(&barriers.dout_full[slot.number]), slot.parity);
-    slot.advance();
-    const u32 second = dout_rows + slot.number * (HALF_BYTES / 16);
-    mbarrier_wait(smem_address(&barriers.dout_full[slot.number]), slot.parity);
-    slot.advance();
-    start_scores(dp, first, second, v_rows);
-  };
-
-  const auto start_dq_of = [&](int step, bool is_there) {
-    if (is_there) {
-      mbarrier_wait(smem_address(&barriers.ds_full), full_parity(step));
-      mbarrier_wait(smem_address(&barriers.other_full), full_parity(step));
+    u32 rows[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half, slot.advance()) {
+      mbarrier_wait(smem_address(&barriers.dout_full[slot.number]), slot.parity);
+      rows[half] = descriptor_low(smem_offset(smem.dout)) + slot.number * (HALF_BYTES / 16);
     }
-    start_dq(dq, ds_at, k_columns, other_at, k_other);
+    start_scores(dp, rows[0], rows[1], descriptor_low(smem_offset(smem.v)));
   };
-  const auto send_dq_of = [&](int step, float4* dq_at, Send send) {
-    mbarrier_arrive_warp(smem_address(&barriers.sent), lane);
-    mbarrier_free_cluster_warp(sent, lane);
-    random_delay(step);
-    mbarrier_wait(smem_address(&barriers.turn[0]), full_parity(step));
+  // dq of step t - 1; without such a step of old bytes, and dropped: leaving it out makes ptxas
+  // serialise the products.
+  const auto start_dq_before = [&](bool is_there) {
+    if (is_there) {
+      mbarrier_wait(smem_address(&barriers.ds_full), full_parity(t - 1));
+      mbarrier_wait(smem_address(&barriers.other_full), full_parity(t - 1));
+    }
+    start_dq(dq, descriptor_low(smem_offset(smem.ds)), k_columns,
+             descriptor_low(smem_offset(smem.ds_other)), k_other);
+  };
+  // It is done, its dS is free, and its turn has come.
+  const auto open_turn_before = [&]() {
+    mbarrier_arrive_warp(smem_address(&barriers.ds_taken), lane);
+    mbarrier_free_cluster_warp(ds_taken, lane);
+    random_delay(t);
+    mbarrier_wait(smem_address(&barriers.turn[0]), full_parity(t - 1));
+  };
+  const auto end_turn_before = [&]() {
+    mbarrier_arrive_warp(smem_address(&barriers.dq_added[0]), lane);
   };
 
   for (;;) {  // kv tiles
-    wait_for_batch();
+    open_batch();
     if (warp_uniform(smem.batches[n % N_BATCH].stop != 0)) return;
     const int kv_begin = t, kv_end = t + warp_uniform(smem.steps_left[n % N_BATCH]);
     if (t < kv_end)
       mbarrier_wait(smem_address(&barriers.kv_full),
                     full_parity(warp_uniform(smem.batches[n % N_BATCH].kv_tile0)));
-    float4* dq_at = nullptr;
+    float4* dq_at = nullptr;     // of the step before
     Send send = Send::NOTHING;
 #pragma unroll 1
-    while (t < kv_end) {
+    for (; t < kv_end; ++t) {
       if (t == end) {
-        next_batch();
-        wait_for_batch();
+        next_batch(barriers, n, lane);
+        open_batch();
       }
       const Batch& batch = smem.batches[n % N_BATCH];
       const Step& step = batch.steps[t - end + batch.count];
       const int q_stage = t % N_Q_STAGE, stage = t % N_P_STAGE;
-      start_s(t);
-      start_dq_of(t - 1, t > kv_begin);  // in the first step of old bytes, and dropped
-      const int first_slot = slot.number;
+      start_s();
+      start_dq_before(t > kv_begin);
+      const int dout_slot = slot.number;
       start_dp();
       const u32 lse_at = smem_address(&smem.lse_log2[q_stage][row]);
       const float lse_log2 = ld_shared_f32(lse_at), lse_log2_8 = ld_shared_f32(lse_at + 32);
@@ -150,60 +145,58 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
                     step.q_tile * Q_TILE + 16 * (thread / WARP_SIZE) + thread % WARP_SIZE / 4,
                     batch.row0 + 2 * (thread % 4));
       }
-      const u32 p_to = smem_address(smem.p[stage]) + fragment_at;
+      const u32 p_at = transposed_fragment(smem_address(smem.p[stage]), warp, lane);
 #pragma unroll
       for (int k = 0; k < N_KEY_STEP; ++k) {
         u32 p[4];
         take_exponentials(p, s, k, params.scale_log2, lse_log2, lse_log2_8);
-        stmatrix_x4_trans(p_to + 16 * k * PANEL_ROW_BYTES, p[0], p[1], p[2], p[3]);
+        stmatrix_x4_trans(p_at + 16 * k * PANEL_ROW_BYTES, p[0], p[1], p[2], p[3]);
       }
       fence_async_smem();
       mbarrier_arrive_warp(smem_address(&barriers.p_full[stage]), lane);
+
       wgmma_wait<1>();  // dq of the step before
       keep_below(dq);
-      if (t > kv_begin) send_dq_of(t - 1, dq_at, send);
+      if (t > kv_begin) open_turn_before();
       send_dq<N_DQ / 8>(dq, 0, dq_at, send);
-
       mbarrier_wait(smem_address(&barriers.ds_empty), empty_parity(t));
-      mbarrier_wait(smem_address(&barriers.sent), empty_parity(t));
+      mbarrier_wait(smem_address(&barriers.ds_taken), empty_parity(t));
       wgmma_wait<0>();  // dP
       keep_below(dp);
-      mbarrier_free_cluster_warp(dout_empty + 8 * first_slot, lane);
-      mbarrier_free_cluster_warp(
-          dout_empty + 8 * (first_slot + 1 == N_DOUT_SLOT ? 0 : first_slot + 1), lane);
+      mbarrier_free_cluster_warp(dout_empty + 8 * dout_slot, lane);
+      mbarrier_free_cluster_warp(dout_empty + 8 * next_slot(dout_slot), lane);
       if (t + 1 == kv_end) mbarrier_arrive_warp(smem_address(&barriers.v_empty), lane);
-      const u32 ds_to = smem_address(smem.ds) + fragment_at;
+      const u32 ds_at = transposed_fragment(smem_address(smem.ds), warp, lane);
 #pragma unroll
       for (int k = 0; k < N_KEY_STEP; ++k) {
         u32 ds[N_SCORE / 2];
         multiply_scores(ds, s, dp, k, delta, delta_8);
         send_dq<N_DQ / 32>(dq, N_DQ / 8 + k * N_DQ / 32, dq_at, send);
-        stmatrix_x4_trans(ds_to + 16 * k * PANEL_ROW_BYTES, ds[4 * k], ds[4 * k + 1],
+        stmatrix_x4_trans(ds_at + 16 * k * PANEL_ROW_BYTES, ds[4 * k], ds[4 * k + 1],
                           ds[4 * k + 2], ds[4 * k + 3]);
       }
       fence_async_smem();
       mbarrier_arrive_warp(smem_address(&barriers.ds_full), lane);
       keep_alive(dq);
-      if (t > kv_begin) mbarrier_arrive_warp(smem_address(&barriers.dq_added[0]), lane);
+      if (t > kv_begin) end_turn_before();
       dq_at = reinterpret_cast<float4*>(params.dq_accum) +
               i64(step.tile_index) * (Q_TILE * HEAD_DIM / 4) +
               rank * (N_DQ / 4 * WARPGROUP_SIZE) + 32 * warp + lane;
       send = how_to_send(step);
-      ++t;
     }
     if (kv_end > kv_begin) {
-      start_dq_of(t - 1, true);
+      start_dq_before(true);
       wgmma_wait<0>();
       keep_below(dq);
       mbarrier_arrive_warp(smem_address(&barriers.k_empty), lane);
-      send_dq_of(t - 1, dq_at, send);
+      open_turn_before();
       send_dq<N_DQ / 4>(dq, 0, dq_at, send);
-      mbarrier_arrive_warp(smem_address(&barriers.dq_added[0]), lane);
+      end_turn_before();
     }
     for (bool is_last = false; !is_last;) {
       is_last = warp_uniform(smem.batches[n % N_BATCH].is_last != 0);
-      next_batch();
-      if (!is_last) wait_for_batch();
+      next_batch(barriers, n, lane);
+      if (!is_last) open_batch();
     }
   }
 }

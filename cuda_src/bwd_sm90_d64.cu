@@ -31,7 +31,7 @@ DC_FN void load_tiles(SharedStorage& smem, const BackwardParams& params, const B
   int t = 0;  // steps so far
   for (int n = 0;; ++n) {
     const Batch& batch = smem.batches[n % N_BATCH];
-    mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
+    wait_for_batch(barriers, n);
     if (batch.stop) return;
     mbarrier_arrive(smem_address(&barriers.batch_begun[n % N_BATCH]));
     if (batch.is_first && batch.count > 0) {  // without q heads no step and no map
@@ -60,7 +60,7 @@ DC_FN void load_tiles(SharedStorage& smem, const BackwardParams& params, const B
       bulk_load(smem_address(smem.lse_log2[stage]), params.lse_log2 + rows, ROW_BYTES, full);
       bulk_load(smem_address(smem.delta[stage]), params.delta + rows, ROW_BYTES, full);
     }
-    mbarrier_arrive(smem_address(&barriers.batch_empty[n % N_BATCH]));
+    free_batch(barriers, n);
   }
 }
 

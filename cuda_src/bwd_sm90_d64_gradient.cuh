@@ -9,15 +9,8 @@
 DC_FN void sum_gradients(SharedStorage& smem, const BackwardParams& params, int warp, int lane) {
   const Barriers& barriers = smem.barriers;
   int n = 0, t = 0;  // batches and steps so far
-  const auto wait_for_batch = [&]() {
-    mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
-  };
-  const auto next_batch = [&]() {
-    mbarrier_arrive_warp(smem_address(&barriers.batch_empty[n % N_BATCH]), lane);
-    ++n;
-  };
   for (;;) {  // kv tiles
-    wait_for_batch();
+    wait_for_batch(barriers, n);
     if (warp_uniform(smem.batches[n % N_BATCH].stop != 0)) return;
     float dk[64], dv[64];
 #pragma unroll
@@ -50,12 +43,12 @@ DC_FN void sum_gradients(SharedStorage& smem, const BackwardParams& params, int 
         mbarrier_arrive_warp(smem_address(&barriers.stage_empty[stage]), lane);
       }
       if (warp_uniform(batch.is_last != 0)) break;
-      next_batch();
-      wait_for_batch();
+      next_batch(barriers, n, lane);
+      wait_for_batch(barriers, n);
     }
     const Batch& batch = smem.batches[n % N_BATCH];
     const int key0 = batch.row0, batch_index = batch.batch, kv_head = batch.kv_head;
-    next_batch();
+    next_batch(barriers, n, lane);
     const u32 dk_tile = smem_address(smem.dk), dv_tile = smem_address(smem.dv);
     named_barrier_sync(GRADIENTS, WARPGROUP_SIZE);  // all have stored the tile before
     stage_transposed(dk, dk_tile, params.scale, warp, lane);

@@ -55,16 +55,15 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
   int n = 0;      // batches so far
   int begin = 0, end = 0;  // steps before batch n, and before the next one
   bool masked = false;     // as batch n says
-  const auto wait_for_batch = [&]() {
-    mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
+  const auto open_batch = [&]() {
+    wait_for_batch(barriers, n);
     const Batch& batch = smem.batches[n % N_BATCH];
     end = begin + warp_uniform(batch.count);
     masked = warp_uniform(batch.masked != 0);
   };
-  const auto next_batch = [&]() {
+  const auto close_batch = [&]() {
     begin = end;
-    mbarrier_arrive_warp(smem_address(&barriers.batch_empty[n % N_BATCH]), lane);
-    ++n;
+    next_batch(barriers, n, lane);
   };
   const auto q_rows = [&](int t) {
     return descriptor_low(smem_address(smem.q)) + t % N_STAGE * (Q_TILE_BYTES / 16);
@@ -77,15 +76,15 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
   float lse_log2 = 0.f, lse_log2_8 = 0.f;
   const auto look_up = [&](int t) {
     while (t >= end) {
-      next_batch();
-      wait_for_batch();
+      close_batch();
+      open_batch();
     }
     const u32 lse_at = smem_address(&smem.lse_log2[t % N_STAGE][row]);
     lse_log2 = ld_shared_f32(lse_at), lse_log2_8 = ld_shared_f32(lse_at + 32);
   };
 
   for (;;) {  // kv tiles
-    wait_for_batch();
+    open_batch();
     const Batch& first = smem.batches[n % N_BATCH];
     if (warp_uniform(first.stop != 0)) return;
     const int kv_end = begin + warp_uniform(smem.steps_left[n % N_BATCH]);
@@ -173,8 +172,8 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
     if (has_steps) mbarrier_arrive_warp(smem_address(&barriers.kv_empty[kv_stage]), lane);
     for (bool is_last = false; !is_last;) {
       is_last = warp_uniform(smem.batches[n % N_BATCH].is_last != 0);
-      next_batch();
-      if (!is_last) wait_for_batch();
+      close_batch();
+      if (!is_last) open_batch();
     }
   }
 }

@@ -24,7 +24,7 @@ DC_FN void write_dq(SharedStorage& smem, const BackwardParams& params, int slot)
   int step0 = 0;  // steps before this batch
   for (int n = 0;; ++n) {
     const Batch& batch = smem.batches[n % N_BATCH];
-    mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
+    wait_for_batch(barriers, n);
     if (batch.stop) return;
     int i = (slot ^ step0) & 1;
     if (batch.ends_work && i >= batch.count) mbarrier_arrive(smem_address(&barriers.turns_came));
@@ -52,6 +52,6 @@ DC_FN void write_dq(SharedStorage& smem, const BackwardParams& params, int slot)
       turnstile_release(semaphore);
     }
     step0 += batch.count;
-    mbarrier_arrive(smem_address(&barriers.batch_empty[n % N_BATCH]));
+    free_batch(barriers, n);
   }
 }

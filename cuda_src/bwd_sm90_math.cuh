@@ -219,11 +219,8 @@ DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int
   KvTile kv;
   int n = 0, t = 0;  // batches and steps so far
 
-  const auto wait_for_batch = [&]() {
-    mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
-  };
   for (;;) {  // kv tiles
-    wait_for_batch();
+    wait_for_batch(barriers, n);
     if (warp_uniform(smem.batches[n % N_BATCH].stop != 0)) return;
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) kv.dk[i] = kv.dv[i] = 0.f;
@@ -234,13 +231,13 @@ DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int
       const Batch& batch = smem.batches[n % N_BATCH];
       const int t_end = t + warp_uniform(batch.count);
       const bool masked = DC_CAUSAL && warp_uniform(batch.masked != 0);
-      const auto hidden = [&]() {  // whether the diagonal hides all keys of this warpgroup
-        const int q_end = (batch.steps[batch.count - (t_end - t)].q_tile + 1) * Q_TILE;
+      const auto hidden = [&](int step) {  // whether the diagonal hides all keys of this warpgroup
+        const int q_end = (batch.steps[batch.count - (t_end - step)].q_tile + 1) * Q_TILE;
         return masked && warp_uniform(q_end + params.mask_offset <= batch.row0 + 64 * w);
       };
       while (t < t_end) {  // two loops: with one, ptxas serialises the products of some schedules
 #pragma unroll 1
-        for (; t < t_end && !hidden(); ++t, is_first = 0)
+        for (; t < t_end && !hidden(t); ++t, is_first = 0)
           visit<DQ_COLUMNS>(kv, smem, params, me, t, t_end, is_first, delta_ones, zero, batch,
                             masked);
         if (t < t_end) {
@@ -249,9 +246,8 @@ DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int
         }
       }
       if (warp_uniform(batch.is_last != 0)) break;
-      mbarrier_arrive_warp(smem_address(&barriers.batch_empty[n % N_BATCH]), lane);
-      ++n;
-      wait_for_batch();
+      next_batch(barriers, n, lane);
+      wait_for_batch(barriers, n);
     }
     const Batch& batch = smem.batches[n % N_BATCH];
     const int key0 = batch.row0 + 64 * w + 16 * warp;
@@ -272,8 +268,7 @@ DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int
                params.dv + batch_index * params.dv_strides.batch +
                    kv_head * params.dv_strides.head,
                params.dv_strides.row, key0, params.kv_len, 0, 1.f, lane);
-    mbarrier_arrive_warp(smem_address(&barriers.batch_empty[n % N_BATCH]), lane);
-    ++n;
+    next_batch(barriers, n, lane);
     store_rows(kv.dk, staging, 64 * w + 16 * warp, fragment,
                params.dk + batch_index * params.dk_strides.batch +
                    kv_head * params.dk_strides.head,

@@ -76,7 +76,7 @@ DC_FN void plan_steps(SharedStorage& smem, const BackwardParams& params, int lan
   let_next_kernel_start();  // bwd_postprocess, which waits for each sum by itself
   const Barriers& barriers = smem.barriers;
   int n = 0;  // batches so far
-  const auto wait_for_batch = [&]() {
+  const auto wait_for_room = [&]() {
     mbarrier_wait(smem_address(&barriers.batch_empty[n % N_BATCH]), empty_parity(n / N_BATCH));
   };
   const auto publish = [&]() {
@@ -91,7 +91,7 @@ DC_FN void plan_steps(SharedStorage& smem, const BackwardParams& params, int lan
     const schedule::Shape shape =
         schedule::make_shape(q_len, params.kv_len, params.mask_offset);
     const int n_head = params.batch * n_kv_head;
-    wait_for_batch();
+    wait_for_room();
     // A work is taken when the last batch of the one before is begun: others may be nearer to it.
     if (n > 0)
       mbarrier_wait(smem_address(&barriers.batch_begun[(n - 1) % N_BATCH]),
@@ -111,7 +111,7 @@ DC_FN void plan_steps(SharedStorage& smem, const BackwardParams& params, int lan
       const int kv_tile = schedule::kv_tile(shape, place.work, part);
       int done = 0;  // steps of the kv tile that are planned
       do {
-        if (part + done > 0) wait_for_batch();
+        if (part + done > 0) wait_for_room();
         done += plan_batch(smem, params, shape, n_kv_head, place, part, kv_tile, done, n, lane);
         publish();
       } while (!smem.batches[(n + N_BATCH - 1) % N_BATCH].is_last);

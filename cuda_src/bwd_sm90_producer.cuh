@@ -18,7 +18,7 @@ DC_FN void load_tiles(SharedStorage& smem, const BackwardParams& params, const B
   int t = 0, n_kv_tile = 0;  // steps, and kv tiles with steps, so far
   for (int n = 0;; ++n) {
     const Batch& batch = smem.batches[n % N_BATCH];
-    mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
+    wait_for_batch(barriers, n);
     if (batch.stop) return;
     mbarrier_arrive(smem_address(&barriers.batch_begun[n % N_BATCH]));
     for (int i = 0; i < batch.count; ++i, ++t) {
@@ -63,7 +63,7 @@ DC_FN void load_tiles(SharedStorage& smem, const BackwardParams& params, const B
       load_panels(smem.dout[dout_stage], Q_TILE_BYTES / N_PANEL, maps.dout, dout_full, row, q_head,
                   batch.batch);
     }
-    mbarrier_arrive(smem_address(&barriers.batch_empty[n % N_BATCH]));
+    free_batch(barriers, n);
   }
 }
 

@@ -60,13 +60,28 @@ DC_FN void init_batch_barriers(const Barriers& b, int n_reader) {
 DC_FN u32 full_parity(int n) { return u32(n) & 1; }
 DC_FN u32 empty_parity(int n) { return (u32(n) & 1) ^ 1; }
 
+// What a reader of batches does: waits until the planner has made batch n, and hands it back.
+template <class Barriers>
+DC_FN void wait_for_batch(const Barriers& b, int n) {
+  mbarrier_wait(smem_address(&b.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
+}
+// By a lone thread.
+template <class Barriers>
+DC_FN void free_batch(const Barriers& b, int n) {
+  mbarrier_arrive(smem_address(&b.batch_empty[n % N_BATCH]));
+}
+// By a warp, whose next batch n then is.
+template <class Barriers>
+DC_FN void next_batch(const Barriers& b, int& n, int lane) {
+  mbarrier_arrive_warp(smem_address(&b.batch_empty[n % N_BATCH]), lane);
+  ++n;  // behind the arrival: else ptxas serialises the products of bwd_sm90_d192
+}
+
 // With DC_DELAY, now and then a pause of random length: tests show that results do not depend on
 // who is late.
 DC_FN void random_delay(u32 salt) {
 #if DC_DELAY
-  u32 clock;
-  asm volatile("mov.u32 %0, %%clock;" : "=r"(clock));
-  const u32 hash = (clock ^ salt * 0x9e3779b9u) * 0x85ebca6bu;
+  const u32 hash = (u32(clock()) ^ salt * 0x9e3779b9u) * 0x85ebca6bu;
   if (hash >> 30 == 0) __nanosleep(hash >> 8 & 0x1fff);
 #endif
 }

@@ -1,4 +1,4 @@
-// The Hopper backwards that hold dk and dv transposed: from accumulators to rows in memory.
+// The Hopper backwards that hold dk and dv transposed: accumulators whose columns become rows.
 //
 // Included behind a layout: KV_TILE.
 #pragma once
@@ -7,12 +7,17 @@
 #include "ptx/wgmma.cuh"
 #include "tile/smem_tile.cuh"
 
+// Address of this lane's row of one of four 8 x 8 matrices of a fragment that is stored transposed
+// to a tile of rows of 128 bytes: 16 rows, the 16 columns that are rows of the warp's accumulators.
+DC_FN u32 transposed_fragment(u32 tile, int warp, int lane) {
+  return tile + (lane / 16 * 8 + lane % 8) * PANEL_ROW_BYTES +
+         (((2 * warp + lane / 8 % 2) ^ (lane % 8)) << 4);
+}
+
 // 64 columns of the transposed accumulators, scaled and rounded, to a tile [key][64 columns].
 DC_FN void stage_transposed(const float (&acc)[KV_TILE / 2], u32 tile, float scale, int warp,
                             int lane) {
-  // Lane's row of one of four 8 x 8 matrices: 16 keys, the 16 columns of this warp.
-  const u32 at = tile + (lane / 16 * 8 + lane % 8) * PANEL_ROW_BYTES +
-                 (((2 * warp + lane / 8 % 2) ^ (lane % 8)) << 4);
+  const u32 at = transposed_fragment(tile, warp, lane);
 #pragma unroll
   for (int j = 0; j < KV_TILE / 8; j += 2) {
     u32 r[4];

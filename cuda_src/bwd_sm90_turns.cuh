@@ -15,8 +15,8 @@ static_assert(N_BATCH > N_SOFTMAX, "else a ring of batches that all wait for one
 // ticket of their next step has come too, and says so before the release, whose fence takes about
 // as long as a step.
 //
-// Nothing hangs. A part waits for its turn and, beside that, for parts before it in the order of its
-// CTA alone (its own step and, in bwd_sm90_d64, the start of the warpgroup's next one); so the
+// Nothing hangs. A part waits for its turn and, beside that, for parts before it in the order of
+// its CTA alone (its own step and, in bwd_sm90_d64, the start of the warpgroup's next one); so the
 // machine of dashcupy/simulate.py that adds the parts of a CTA in order proves it. A CTA of a team
 // takes its next work when the turn of all its parts has come, as the contract of the schedules
 // asks (turns_came); what then is left of them waits for nobody.
@@ -26,16 +26,13 @@ static_assert(N_BATCH > N_SOFTMAX, "else a ring of batches that all wait for one
 DC_FN void take_turns(SharedStorage& smem, const BackwardParams& params, int w) {
   const Barriers& barriers = smem.barriers;
   const u32 turn = smem_address(&barriers.turn[w]);
-  const auto wait_for_batch = [&](int n) {
-    mbarrier_wait(smem_address(&barriers.batch_full[n % N_BATCH]), full_parity(n / N_BATCH));
-  };
   const auto semaphore_of = [&](const Step& step) {
     return params.dq_semaphore + i64(step.tile_index) * DC_SEMAPHORE_STRIDE + cta_rank();
   };
   int step0 = 0;         // steps before this batch
   bool granted = false;  // the softmax warps know that the turn of the next step has come
   for (int n = 0;; ++n) {
-    wait_for_batch(n);
+    wait_for_batch(barriers, n);
     const Batch& batch = smem.batches[n % N_BATCH];
     if (batch.stop) return;
     int i = (w - step0) & (N_SOFTMAX - 1);
@@ -56,7 +53,7 @@ DC_FN void take_turns(SharedStorage& smem, const BackwardParams& params, int w) 
       int j = i + N_SOFTMAX, m = n;
       if (j >= batch.count && !batch.is_last) {
         j -= batch.count, ++m;
-        wait_for_batch(m);
+        wait_for_batch(barriers, m);
       }
       const Batch& there = smem.batches[m % N_BATCH];
       granted = j < there.count && (DC_UNORDERED || turnstile_ready(semaphore_of(there.steps[j]),
@@ -66,6 +63,6 @@ DC_FN void take_turns(SharedStorage& smem, const BackwardParams& params, int w) 
       turnstile_release(semaphore_of(step));
     }
     step0 += batch.count;
-    mbarrier_arrive(smem_address(&barriers.batch_empty[n % N_BATCH]));
+    free_batch(barriers, n);
   }
 }

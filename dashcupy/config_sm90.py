@@ -113,10 +113,9 @@ _BACKWARD_LOOPS = (
     BackwardLoop("bwd_sm90_d64", 64, 64, 128, 16, 4, 4, 0,
                  "two warpgroups take the steps in turn, a third holds dk and dv of all keys in "
                  "registers"),
-    BackwardLoop("bwd_sm90", 96, 64, 128, 12, 2, 2, 2,
-                 "two warpgroups hold dk and dv of 64 keys each in registers"),
-    BackwardLoop("bwd_sm90", 128, 64, 128, 12, 2, 2, 2,
-                 "two warpgroups hold dk and dv of 64 keys each in registers"),
+    *(BackwardLoop("bwd_sm90", pad, 64, 128, 12, 2, 2, 2,
+                   "two warpgroups hold dk and dv of 64 keys each in registers")
+      for pad in (96, 128)),
     BackwardLoop("bwd_sm90_d192", 192, 64, 96, 16, 2, 2, 0,
                  "one warpgroup makes the scores, two hold dk and dv of all keys in registers"),
     BackwardLoop("bwd_sm90_d256", 256, 64, 128, 16, 2, 1, 0,

@@ -138,6 +138,19 @@ def test_the_hopper_backwards_keep_their_products_apart(which):
     assert not faults, "\n".join(map(str, faults))
 
 
+@VERSIONS
+def test_pauses_leave_the_products_apart(which):
+    """With DC_DELAY the tests want the kernels as they are, warps late aside. The largest tiles,
+    whose registers are the scarcest.
+    """
+    cases = [case for case in BACKWARDS if case[0] >= 192 and not case[5]]
+    kernels = [(kernel, (*defines, ("DC_DELAY", 1))) for kernel, defines in _kernels((9, 0), cases)
+               if kernel in BACKWARD_KERNELS]
+    assert len(kernels) == len(cases) == 2 * 8 + 4
+    faults = _faults((9, 0), LIBRARIES[which], kernels, MAX_STACK_BYTES)
+    assert not faults, "\n".join(map(str, faults))
+
+
 @pytest.mark.slow
 @VERSIONS
 @ALL_TARGETS

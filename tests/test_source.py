@@ -140,3 +140,10 @@ def test_digest_sees_code_and_nothing_else(tmp_path, monkeypatch):
         write(name, text)
     (tmp_path / "cuda_src/k.cu").rename(tmp_path / "cuda_src/l.cu")
     assert source.source_digest() != digest
+
+
+def test_no_line_of_the_kernels_is_longer_than_100_columns():
+    """The linter looks at Python alone."""
+    long = [f"{path.name}:{number}" for path in sorted(source.cuda_root().rglob("*.cu*"))
+            for number, line in enumerate(path.read_text().splitlines(), 1) if len(line) > 100]
+    assert not long

@@ -13,6 +13,9 @@ DC_FN int cluster_rank() {
   return rank;
 }
 
+// An address without what tells the CTAs apart, the bits from 18 on.
+DC_FN u32 smem_offset(const void* p) { return smem_address(p) & 0x3ffff; }
+
 // PTX ISA: mapa.
 DC_FN u32 cluster_address(u32 smem, int rank) {
   u32 r;

@@ -20,10 +20,10 @@ constexpr int PANEL_ROW_BYTES = 128;
 constexpr int K_STEP_BYTES = 32;  // to the next 16 k, K_MAJOR
 constexpr int K_STEP_ROWS_BYTES = 16 * PANEL_ROW_BYTES;  // the same, MN_MAJOR
 
-// Low half of a descriptor; add bytes / 16 to move on. panel_bytes counts for MN_MAJOR only. In a
-// cluster the bits of an address from 18 on are the CTA's.
+// Low half of a descriptor; add bytes / 16 to move on. panel_bytes counts for MN_MAJOR only. An
+// address of a CTA in a cluster has too many bits for it: give its smem_offset (ptx/cluster.cuh).
 DC_FN u32 descriptor_low(u32 smem, int panel_bytes = 16) {
-  return (smem & 0x3ffff) >> 4 | u32(panel_bytes >> 4) << 16;
+  return smem >> 4 | u32(panel_bytes >> 4) << 16;
 }
 
 // The descriptor; the high half is always 128-byte swizzle, 1024 bytes from 8 rows to the next 8.
