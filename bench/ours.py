@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from dashcupy import driver, modules, nvrtc, schedules
+from dashcupy import modules, nvrtc, schedules
 from dashcupy.errors import DashcupyError, UnsupportedError
+from dashcupy.launch import resident_workers
 from dashcupy.plan import Plan, head_group, make_plan
 
 from . import cells, timing
@@ -87,8 +88,8 @@ def kernel_of(plan: Plan, device: int) -> dict:
     -------
     dict
         ``name``, ``q_tile`` and ``kv_tile`` (rows), ``head_group`` (kv heads whose works are handed
-        out together) and ``resident`` (CTAs that run at the same time); the last two None in the
-        forward.
+        out together) and ``resident`` (CTAs, or clusters of them, that run at the same time); the
+        last two None in the forward.
     """
     found = {"name": plan.config.kernel, "q_tile": plan.config.q_tile,
              "kv_tile": plan.config.kv_tile, "head_group": None, "resident": None}
@@ -96,7 +97,6 @@ def kernel_of(plan: Plan, device: int) -> dict:
         main, = (kernel for kernel in plan.kernels if kernel.kernel == plan.config.kernel)
         function = modules.load(main.kernel, main.defines, device,
                                 smem_bytes=main.smem_bytes).function
-        per_sm = driver.occupancy(function, main.threads, main.smem_bytes)
         found |= {"head_group": head_group(plan.problem, plan.config),
-                  "resident": per_sm * driver.device(device).n_sm}
+                  "resident": resident_workers(main, function, device)}
     return found

@@ -71,6 +71,7 @@ CASES = {
     "d128 causal, rows without keys": Case(130, 70, 2, 2, 128, "causal"),
     "d40 float16": Case(33, 65, 2, 2, 40, "full", "ascending", "float16"),
     "d256 full, team": Case(65, 200, 2, 1, 256, "full", "shift"),
+    "d256 causal": Case(300, 330, 2, 2, 256, "causal"),
     "d192 causal": Case(70, 130, 2, 2, 192, "causal"),
     "d128 unaligned": Case(50, 90, 1, 1, 128, "causal_top_left", shift=1),
     "portable d64 causal": Case(129, 200, 2, 1, 64, "causal", portable=True),

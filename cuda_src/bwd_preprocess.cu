@@ -4,7 +4,7 @@
 //   rows that exist and see a key:   lse_log2 = lse * log2(e), delta = sum of out * dout
 //   all other rows of the tile:      lse_log2 = +inf (P = exp2(s - inf) is exactly 0), delta = 0
 //
-// With DC_ROW_VALUES (bwd_sm90, bwd_sm90_wide) both go to params.lse_log2 instead, in the form of
+// With DC_ROW_VALUES (bwd_sm90) both go to params.lse_log2 instead, in the form of
 // tile/row_values.cuh.
 //
 // With DC_UNORDERED dq_accum is set to zero.

@@ -1,6 +1,7 @@
-// bwd_sm90_d256, the warpgroups that hold dv and dk of the CTA's keys: dv += P^T dout, dk += dS^T q.
+// bwd_sm90_d256, the warpgroups that hold dv and dk of the CTA's keys.
 //
-// Keys are the rows of both; all operands come from shared memory.
+// Keys are the rows of both, and all operands come from shared memory: dv += P^T dout and
+// dk += dS^T q.
 #pragma once
 #include "bwd_sm90_d256_layout.cuh"
 #include "bwd_sm90_clear.cuh"

@@ -27,8 +27,8 @@ class BackwardKernel:
         ``shift`` or ``symmetric_shift``.
     causal
         ``"auto"`` for causal masks where it is no team.
-    causal_group
-        ``"auto"`` for causal masks where q heads share a kv head; "": as where they do not.
+    groups
+        ``"auto"`` (full mask, causal mask) where q heads share a kv head; "": as where they do not.
 
     Notes
     -----
@@ -43,7 +43,7 @@ class BackwardKernel:
     most_rows: int = _ANY_MORE
     team_tiles: tuple[range, range] = (range(0), range(0))
     causal: str = "descending"
-    causal_group: str = ""
+    groups: tuple[str, str] = ("", "")
 
 
 BACKWARD_TABLE = {
@@ -55,20 +55,20 @@ BACKWARD_TABLE = {
     # longer fit L2: CTAs that walk over the q tiles together read each once.
     "bwd_sm90": BackwardKernel(
         row_values=True, group_rows=2**14, most_rows=2**17,
-        team_tiles=(range(16, 257), range(32, 257)), causal_group="descending"),
+        team_tiles=(range(16, 257), range(32, 257)), groups=("", "descending")),
     # A turn ends sooner when L2 holds the sum, however few heads that are. Steps are half as long,
     # so that a turn takes almost two of them; kv tiles of shortest_first begin two q tiles apart.
     "bwd_sm90_d64": BackwardKernel(
         group_rows=2**15, group_heads=(1, 1), causal="shortest_first",
-        causal_group="descending"),
+        groups=("", "descending")),
     # Its softmax warps wait for turns as well, but a turn takes less than a step. Teams even out
     # short heads; those of long ones walk apart, and outrun L2.
     "bwd_sm90_d192": BackwardKernel(
         slots=1, group_rows=2**14, group_heads=(1, 1), team_tiles=(range(0), range(4, 129)),
-        causal="shortest_first", causal_group="descending"),
-    # Rows are twice as long: one head, or two for two teams. q, dout and dq_accum of two long heads
-    # with the full mask do not fit L2, and CTAs that walk over the q tiles together read each once.
+        causal="shortest_first", groups=("", "descending")),
+    # One head in flight, or two where its works are uneven. Teams where a head has kv tiles enough
+    # and one team, or two, hold all of it.
     "bwd_sm90_d256": BackwardKernel(
-        slots=1, group_rows=2**14, group_heads=(1, 2),
-        team_tiles=(range(8, 129), range(8, _ANY_MORE))),
+        group_rows=2**14, group_heads=(1, 2), team_tiles=(range(16, 129), range(64, 129)),
+        causal="shortest_first", groups=("ascending", "descending")),
 }

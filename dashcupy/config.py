@@ -143,7 +143,7 @@ def choose_config(problem: Problem, direction: str, target: Target) -> Config:
     """
     if target == "cpu":
         return _cpu_config(problem, direction)
-    require_gpu_problem(problem, direction, target)
+    require_gpu_problem(problem, target)
     limit = SMEM_BYTES.get(target, _LEAST_SMEM_BYTES)
     text = _smem_text(target, limit)
     if uses_tensor_maps(problem, direction, target):
@@ -166,7 +166,7 @@ def max_head_dim(target: tuple[int, int]) -> int:
     return config_sm90.MAX_HEAD_DIM if target == config_sm90.TARGET else MAX_HEAD_DIM
 
 
-def require_gpu_problem(problem: Problem, direction: str, target: tuple[int, int]) -> None:
+def require_gpu_problem(problem: Problem, target: tuple[int, int]) -> None:
     """Refuse what the GPU kernels cannot do.
 
     Raises
@@ -191,15 +191,14 @@ def require_gpu_problem(problem: Problem, direction: str, target: tuple[int, int
          f"{most}); pad q, k and v with zeros to {pad_to}, give the scale that belongs to "
          f"{problem.head_dim}, and cut the results"),
     )
-    if direction == "backward" and problem.head_dim > MAX_HEAD_DIM:
-        least, greatest = config_sm90.BACKWARD_SCALES
-        checks += ((config_sm90.serves_backward(problem.head_dim, problem.scale),
-                    f"scale={problem.scale!r} is not supported by the backward at head_dim="
-                    f"{problem.head_dim} (allowed: 2**-20 to 2**20); fold a part of it into q, or "
-                    f"give NumPy arrays to compute on the CPU"),)
     for good, message in checks:
         if not good:
             raise UnsupportedError(message)
+
+
+def workers(cluster: int) -> str:
+    """What does a piece of work, for messages: CTAs, or clusters of so many."""
+    return "CTAs" if cluster == 1 else f"clusters of {cluster} CTAs"
 
 
 def head_dim_pad(head_dim: int) -> int:

@@ -119,8 +119,8 @@ _BACKWARD_LOOPS = (
     BackwardLoop("bwd_sm90_d192", 192, 64, 96, 16, 2, 2, 0,
                  "one warpgroup makes the scores, two hold dk and dv of all keys in registers"),
     BackwardLoop("bwd_sm90_d256", 256, 64, 128, 16, 2, 1, 0,
-                 "two CTAs share a kv tile; in each one warpgroup makes the scores, two hold dk and "
-                 "dv of 64 keys in registers", cluster=2),
+                 "two CTAs share a kv tile; in each one warpgroup makes the scores, two hold dk "
+                 "and dv of 64 keys in registers", cluster=2),
 )
 BACKWARD_KERNELS = tuple(dict.fromkeys(loop.kernel for loop in _BACKWARD_LOOPS))
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from . import counters, driver, modules, schedules, tensor_map
 from .arguments import Arguments, used_strides
+from .config import workers
 from .errors import DeviceError, HangError, InvalidInputError
 from .kernel_launch import KernelLaunch, resident_clusters
 from .layout import Layout
@@ -173,22 +174,15 @@ class _LoadedKernel:
                                       smem_bytes=kernel.smem_bytes).function
         self._grid = kernel.grid
         if kernel.persistent:
-            resident = self._resident()  # workers: CTAs, or clusters of them
+            resident = resident_workers(kernel, self._function, device)
             if max_ctas is not None:
                 resident = min(resident, max(max_ctas // kernel.cluster, 1))
             if plan.schedule is not None:
-                schedules.require_resident(plan.schedule, plan.shape, resident)
+                schedules.require_resident(plan.schedule, plan.shape, resident,
+                                           workers(kernel.cluster))
             self._grid = kernel.cluster * min(kernel.grid, resident)
         self._call = KernelLaunch(self._function, self._grid, kernel.threads, kernel.smem_bytes,
                                   kernel.cooperative, kernel.early)
-
-    def _resident(self) -> int:
-        kernel = self._kernel
-        if kernel.cluster > 1:
-            return resident_clusters(self._function, kernel.cluster, kernel.threads,
-                                     kernel.smem_bytes)
-        return driver.device(self._device).n_sm * driver.occupancy(
-            self._function, kernel.threads, kernel.smem_bytes)
 
     def launch(self, stream: int, arguments: ctypes.Array) -> None:
         code = self._call(stream, arguments)
@@ -202,6 +196,23 @@ class _LoadedKernel:
                 f"shared memory{', cooperative' if kernel.cooperative else ''}, on "
                 f"{driver.device(self._device).name}; an error of an earlier kernel may show up "
                 f"here: run with CUDA_LAUNCH_BLOCKING=1")
+
+
+def resident_workers(kernel: KernelPlan, function: int, device: int) -> int:
+    """CTAs of a kernel, or clusters of them, that a GPU keeps resident together.
+
+    Parameters
+    ----------
+    kernel
+    function
+        Its CUfunction handle.
+    device
+        Number of the GPU, which is the current one.
+    """
+    if kernel.cluster > 1:
+        return resident_clusters(function, kernel.cluster, kernel.threads, kernel.smem_bytes)
+    return driver.device(device).n_sm * driver.occupancy(function, kernel.threads,
+                                                         kernel.smem_bytes)
 
 
 def _error_text(code: int) -> str:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from . import plan_sm90, schedules
 from .backward_table import BACKWARD_TABLE
-from .config import BackwardConfig, Config, Target, choose_config, uses_tensor_maps
+from .config import (
+    BackwardConfig, Config, Target, choose_config, uses_tensor_maps, workers)
 from .config_sm90 import BACKWARD_KERNELS, ForwardSm90Config
 from .errors import UnsupportedError
 from .plan_backward import backward_kernels, backward_workspace
@@ -270,8 +271,8 @@ def _team_text(plan: Plan) -> str:
         return "one worker: nobody waits"
     if plan.team_size == 1:
         return "1: a CTA waits only for works that started before its own, so nothing can hang"
-    return (f"{plan.team_size} CTAs wait for one another: launched cooperatively, and refused on "
-            f"a GPU where fewer are resident together")
+    return (f"{plan.team_size} {workers(plan.config.cluster)} wait for one another: launched "
+            f"cooperatively, and refused on a GPU where fewer are resident together")
 
 
 def _head_group_text(plan: Plan) -> str:
@@ -287,8 +288,8 @@ def _head_group_text(plan: Plan) -> str:
 
 
 def _kernel_rows(kernel: KernelPlan) -> list[tuple[str, str]]:
-    grid = (f"min({kernel.grid} works, resident CTAs)" if kernel.persistent else
-            f"{kernel.grid} CTAs")
+    grid = (f"min({kernel.grid} works, resident {workers(kernel.cluster)})"
+            if kernel.persistent else f"{kernel.grid} CTAs")
     kind = ", cooperative" if kernel.cooperative else ""
     kind += ", starts before the kernel before it ends" if kernel.early else ""
     defines = " ".join(f"{name}={value}" for name, value in kernel.defines)

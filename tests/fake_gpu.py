@@ -21,7 +21,7 @@ STREAM = 0x5000
 CURRENT_DEVICE = 0
 FUNCTIONS = {"fwd_sm80": 0xF0, "bwd_preprocess": 0xF1, "bwd_sm80": 0xF2, "fwd_sm90": 0xF3,
              "copy_rows": 0xF4, "bwd_sm90": 0xF5, "bwd_postprocess": 0xF6,
-             "bwd_sm90_d64": 0xF7, "bwd_sm90_wide": 0xF8, "bwd_sm90_d192": 0xF9}
+             "bwd_sm90_d64": 0xF7, "bwd_sm90_d256": 0xF8, "bwd_sm90_d192": 0xF9}
 STRUCTS = {"fwd_sm80": "forward", "bwd_preprocess": "backward", "bwd_sm80": "backward",
            "fwd_sm90": "forward_sm90", "copy_rows": "copy", "bwd_postprocess": "backward",
            **dict.fromkeys(BACKWARD_KERNELS, "backward")}
@@ -36,7 +36,7 @@ _ENCODE = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_
 # CUlaunchConfig: grid, block, shared memory, stream, attributes and how many. CUlaunchAttribute: id
 # and a union of 64 bytes.
 _LAUNCH_CONFIG, _ATTRIBUTE = "@7IPPI", "@i4xi60x"
-_COOPERATIVE, _EARLY = 2, 6  # CUlaunchAttributeID
+_COOPERATIVE, _CLUSTER_DIMENSION, _EARLY = 2, 4, 6  # CUlaunchAttributeID
 _INT, _HANDLE = ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_void_p)
 _CONTEXT = 0xC000  # handle of the context of GPU 0
 _NO_CONTEXT = 201
@@ -133,6 +133,8 @@ class FakeGpu:
             cuOccupancyMaxActiveBlocksPerMultiprocessor=ctypes.CFUNCTYPE(
                 ctypes.c_int, _INT, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)(
                     self._occupancy),
+            cuOccupancyMaxActiveClusters=ctypes.CFUNCTYPE(
+                ctypes.c_int, _INT, ctypes.c_void_p, ctypes.c_void_p)(self._clusters),
             cuInit=lambda flags: 0,
             cuDeviceGet=ctypes.CFUNCTYPE(ctypes.c_int, _INT, ctypes.c_int)(self._device_get),
             cuDevicePrimaryCtxRetain=ctypes.CFUNCTYPE(ctypes.c_int, _HANDLE, ctypes.c_int)(
@@ -210,6 +212,17 @@ class FakeGpu:
         if not self.stack:
             return _NO_CONTEXT
         to[0] = self.per_sm
+        return 0
+
+    def _clusters(self, to, function, config):
+        """As many as SMs give, two CTAs a cluster: the driver asks for its size as an attribute."""
+        *_, attributes, count = struct.unpack(
+            _LAUNCH_CONFIG, ctypes.string_at(config, struct.calcsize(_LAUNCH_CONFIG)))
+        flags = dict(struct.iter_unpack(_ATTRIBUTE, ctypes.string_at(
+            attributes, count * struct.calcsize(_ATTRIBUTE))))
+        if not self.stack:
+            return _NO_CONTEXT
+        to[0] = self.n_sm // flags[_CLUSTER_DIMENSION]
         return 0
 
     def _load(self, kernel, defines, device, smem_bytes):

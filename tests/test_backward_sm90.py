@@ -52,7 +52,7 @@ def names(gpu):
     ({"scale": 2.0**-20.01}, H200, "bwd_sm80"), ({"scale": 2.0**20.01}, H200, "bwd_sm80"),
     ({"head_dim": 120}, H200, "bwd_sm90"), ({"head_dim": 72}, H200, "bwd_sm90"),
     ({"head_dim": 136}, H200, "bwd_sm90_d192"), ({"head_dim": 192}, H200, "bwd_sm90_d192"),
-    ({"head_dim": 200}, H200, "bwd_sm90_wide"), ({"head_dim": 256}, H200, "bwd_sm90_wide"),
+    ({"head_dim": 200}, H200, "bwd_sm90_d256"), ({"head_dim": 256}, H200, "bwd_sm90_d256"),
     ({"head_dim": 64}, H200, "bwd_sm90_d64"), ({"head_dim": 8}, H200, "bwd_sm90_d64"),
     ({"head_dim": 64, "scale": 2.0**-126}, H200, "bwd_sm90_d64"),
     ({"head_dim": 64, "scale": 2.0**126}, H200, "bwd_sm90_d64"),
@@ -82,7 +82,7 @@ def test_the_choice_is_a_function_of_the_problem():
 def test_shared_memory_by_hand():
     """SharedStorage of the layouts: all that a CTA may have, to the byte."""
     k_v, q_dout, ds, dq, rows = 2 * 32768, 4 * 16384, 2 * 16384, 2 * 32768, 2 * 1024
-    batches, barriers = 4 * 176, 24 * 8
+    batches, barriers = 4 * 172, 24 * 8
     assert 226 * 1024 < k_v + q_dout + ds + dq + rows + batches + barriers <= 227 * 1024
     k_v, q_dout, p_ds, dk_dv, rows = 4 * 16384, 8 * 8192, 4 * 16384, 2 * 16384, 8 * 256
     barriers = 29 * 8 + 4 * 4  # and steps left
@@ -97,10 +97,11 @@ def test_shared_memory_by_hand():
     assert choose_config(problem(head_dim=96), "backward", H200).smem_bytes == \
         -(-used // 1024) * 1024
 
-    # The same of bwd_sm90_wide_layout.cuh at 256: two q tiles, one dout tile, P and dS twice, two
-    # panels of dq.
-    k_v, q_dout, scores, dq = 2 * 32768, 3 * 32768, 4 * 8192, 2 * 16384
-    used = k_v + q_dout + scores + dq + 2 * 1024 + batches + 26 * 8
+    # The same of bwd_sm90_d256_layout.cuh, half of whose keys a CTA has: k, v and half of k of the
+    # other CTA, two q tiles, three halves of dout, P twice, dS, dS of the other CTA, lse and delta,
+    # steps left and the work.
+    k_v, q_dout, scores, rows = 5 * 16384, 7 * 16384, 4 * 8192, 4 * 256
+    used = k_v + q_dout + scores + rows + batches + 5 * 4 + 38 * 8
     assert choose_config(problem(head_dim=256), "backward", H200).smem_bytes == \
         -(-used // 1024) * 1024
 
@@ -139,7 +140,7 @@ def test_launches_of_a_plan():
     assert main.maps == "backward_maps" and before.maps is None and after.maps is None
     shared = {"DC_HEAD_DIM": 128, "DC_HEAD_DIM_PAD": 128, "DC_Q_TILE": 64, "DC_KV_TILE": 128,
               "DC_CAUSAL": 1, "DC_BF16": 1, "DC_ALIGNED": 1, "DC_SEMAPHORE_STRIDE": 8,
-              "DC_ROW_VALUES": 1, "DC_DQ_SUMS": 1, "DC_UNORDERED": 0,
+              "DC_ROW_VALUES": 1, "DC_CLUSTER": 1, "DC_UNORDERED": 0,
               "DC_PARAMS_BYTES": params.n_bytes("backward")}
     assert dict(before.defines) == shared and dict(after.defines) == shared | {"DC_DEBUG": 1}
     assert [k.early for k in plan.kernels] == [False, True, True]
@@ -268,6 +269,22 @@ def test_grid(monkeypatch, n_sm, max_ctas, grid):
         call.run("backward", tuple(x[name] for name in call.INPUTS["backward"]), (None,) * 3,
                  max_ctas=max_ctas)
         assert gpu.launches[1].grid == grid and gpu.launches[1].smem_bytes == 232448
+
+
+@pytest.mark.parametrize("n_sm, max_ctas, grid", [
+    (132, None, 32), (9, None, 8), (132, 7, 6), (132, 1, 2)])
+def test_grid_of_clusters(monkeypatch, n_sm, max_ctas, grid):
+    """Two CTAs a work, and never one without the other: as many as the driver says fit."""
+    with fake_gpu(monkeypatch, n_sm=n_sm) as gpu:
+        x = arrays((2, 300, 8, 256), (2, 500, 2, 256))
+        call.run("backward", tuple(x[name] for name in call.INPUTS["backward"]), (None,) * 3,
+                 max_ctas=max_ctas)
+        main = gpu.launches[1]
+        assert (main.kernel, main.grid) == ("bwd_sm90_d256", grid)  # 4 kv tiles of 4 heads
+        assert {found.box for found in gpu.maps} == {(64, 64, 1, 1)}  # 64 rows of 64 columns
+    with fake_gpu(monkeypatch, n_sm=7) as gpu:
+        with pytest.raises(UnsupportedError, match="needs 4 clusters of 2 CTAs.*only 3"):
+            dashcupy.attention_backward(**x, schedule="shift")
 
 
 def test_launches_on_many_streams(monkeypatch):

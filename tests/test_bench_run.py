@@ -255,8 +255,7 @@ def test_record_names_what_the_model_must_know(monkeypatch):
     cell = cells.Cell(128, True, 8192)
     plan = ours.plan_or_skip(cell, "backward", (9, 0), ["auto"])["auto"]
     monkeypatch.setattr(ours.modules, "load", lambda *_, **__: SimpleNamespace(function=7))
-    monkeypatch.setattr(ours.driver, "occupancy", lambda *_: 2)
-    monkeypatch.setattr(ours.driver, "device", lambda _: SimpleNamespace(n_sm=100))
+    monkeypatch.setattr(ours, "resident_workers", lambda *_: 200)
     assert ours.kernel_of(plan, 0) == {
         "name": plan.config.kernel, "q_tile": plan.config.q_tile, "kv_tile": plan.config.kv_tile,
         "head_group": ours.head_group(cell.problem, plan.config), "resident": 200}

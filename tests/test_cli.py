@@ -151,7 +151,7 @@ def test_build_of_wide_heads(built, capsys):
     """Their backwards are kernels of their own, and no other GPU has one."""
     assert cli.main(["build", "--arch", "sm_90a", "--head-dim", "64", "192", "256"]) == 0
     wide = {kernel for kernel, defines in built if defines["DC_HEAD_DIM"] > 128}
-    assert wide == {"fwd_sm90", "bwd_preprocess", "bwd_sm90_d192", "bwd_sm90_wide",
+    assert wide == {"fwd_sm90", "bwd_preprocess", "bwd_sm90_d192", "bwd_sm90_d256",
                     "bwd_postprocess"}
     assert cli.main(["build", "--arch", "sm_80", "--head-dim", "192"]) == 2
     assert "head_dim=192 is not supported" in capsys.readouterr().err

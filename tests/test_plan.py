@@ -103,15 +103,19 @@ def test_head_group(target):
     assert group(batch=0) == 1
 
 
-@pytest.mark.parametrize("kv_len, mask, schedule", [
-    (8192, "full", "shift"), (8193, "full", "ascending"), (16384, "causal", "symmetric_shift"),
-    (448, "full", "ascending"), (512, "causal", "symmetric_shift")])
-def test_auto_of_wide_heads(kv_len, mask, schedule):
-    """Teams of long heads walk apart and outrun L2: a quarter slower with the full mask."""
-    asked = problem(q_len=kv_len, kv_len=kv_len, mask=mask, head_dim=256)
+@pytest.mark.parametrize("kv_len, mask, n_kv_head, schedule", [
+    (16384, "full", 4, "shift"), (16385, "full", 4, "ascending"), (1920, "full", 4, "ascending"),
+    (16384, "causal", 4, "symmetric_shift"), (8064, "causal", 4, "shortest_first"),
+    (4096, "full", 2, "ascending"), (16384, "causal", 2, "descending")])
+def test_auto_of_wide_heads(kv_len, mask, n_kv_head, schedule):
+    """Where a head is a team or two, teams gain; where q heads share a kv head they cost a tenth
+    with the full mask, and more with the causal one.
+    """
+    asked = problem(q_len=kv_len, kv_len=kv_len, mask=mask, head_dim=256, n_kv_head=n_kv_head)
     plan = make_plan(asked, "backward", H200)
-    assert (plan.schedule, plan.config.kernel) == (schedule, "bwd_sm90_wide")
-    assert head_group(asked, plan.config) == min(4, max(1 + (mask == "causal"), 2**14 // kv_len))
+    assert (plan.schedule, plan.config.kernel) == (schedule, "bwd_sm90_d256")
+    assert head_group(asked, plan.config) == min(
+        2 * n_kv_head, max(1 + (mask == "causal"), 2**14 // kv_len))
 
 
 @pytest.mark.parametrize("kv_len, mask, n_kv_head, schedule", [

@@ -62,12 +62,12 @@ def test_children_that_report_crash_and_hang(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("tool, kernel, known", [
-    ("synccheck", "bwd_sm90_wide", True), ("synccheck", "bwd_sm90_d64", False),
-    ("racecheck", "bwd_sm90_wide", False)])
+    ("synccheck", "bwd_sm90_d192", True), ("synccheck", "bwd_sm90_d64", False),
+    ("racecheck", "bwd_sm90_d192", False)])
 def test_only_what_is_known_is_passed_over(monkeypatch, tool, kernel, known):
     """A barrier that another kernel's warps miss must not hide there."""
     monkeypatch.setattr(sanitize, "KNOWN", (
-        ("synccheck", r"(?s)Divergent.*named_barrier_sync.*bwd_sm90_wide", "because"),))
+        ("synccheck", r"(?s)Divergent.*named_barrier_sync.*bwd_sm90_d192", "because"),))
     found = reports([line.format(kernel) for line in DIVERGENT])
     assert len(found) == 1
     assert cell(tool, Outcome("ok", found)) == (("1 known", False) if known else ("1 NEW", True))

@@ -191,8 +191,9 @@ def test_auto_needs_a_team_only_where_it_may(n_kv):
         assert schedules.get(alone).team_size(shape) == 1
         assert schedules.resolve("auto", shape, "bwd_sm90").NAME == (
             together if (32 if causal else 16) <= n_kv <= 256 else alone)
-        assert schedules.resolve("auto", shape, "bwd_sm90_wide").NAME == (
-            together if n_kv >= 8 and (causal or n_kv <= 128) else alone)
+        first = 64 if causal else 16
+        assert schedules.resolve("auto", shape, "bwd_sm90_d256").NAME == (
+            together if first <= n_kv <= 128 else "shortest_first" if causal else "ascending")
         staggered = schedules.resolve("auto", shape, "bwd_sm90_d64")
         assert staggered.NAME == ("shortest_first" if causal else "ascending")
         assert staggered.team_size(shape) == 1

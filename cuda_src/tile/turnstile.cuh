@@ -1,7 +1,7 @@
 // The turn in the sum of dq: kv tiles add their part of a q tile's dq one after another, in the
 // order of their tickets, so that the float32 sum has the same bits in every run.
 //
-// A q tile of a q head has one semaphore (bwd_sm90_wide: two, its columns are two sums): the number
+// A q tile of a q head has one semaphore (bwd_sm90_d256: two, its columns are two sums): the number
 // of contributors that are done (zeroed before the kernel by bwd_preprocess). The contract, for the
 // contributor with ticket t:
 //
@@ -42,7 +42,7 @@
 // What the bulk copy reads from shared memory was written by other threads through the generic
 // proxy: after their barrier the one thread needs fence.proxy.async for shared memory as well.
 //
-// With additions from the registers of several warps (bwd_sm90_d64, bwd_sm90_d192) nothing leaves
+// With additions from the registers of several warps (bwd_sm90_d64, _d192, _d256) nothing leaves
 // the generic proxy, so no proxy fence is needed, and the two CTA barriers are mbarriers:
 //
 //   one thread:    turnstile_wait or _ready(t), then an arrival at `turn`

@@ -77,13 +77,15 @@ def resolve(name: str, shape: Shape, kernel: str = "", q_per_kv: int = 1) -> Sch
     return schedule
 
 
-def require_resident(name: str, shape: Shape, n_resident: int) -> None:
+def require_resident(name: str, shape: Shape, n_resident: int, what: str = "CTAs") -> None:
     """Refuse a schedule whose works wait for one another where too few run at the same time.
 
     Parameters
     ----------
     n_resident
-        CTAs that the GPU keeps resident together: CTAs per SM times SMs.
+        CTAs, or clusters of them that do a work together, that the GPU keeps resident together.
+    what
+        What is counted, for the message.
 
     Raises
     ------
@@ -96,5 +98,5 @@ def require_resident(name: str, shape: Shape, n_resident: int) -> None:
                          if ("causal" if shape.causal else "full") in get(other).MASKS
                          and get(other).team_size(shape) <= n_resident)
         raise UnsupportedError(
-            f"schedule={name!r} needs {team} CTAs resident together for this shape, and only "
+            f"schedule={name!r} needs {team} {what} resident together for this shape, and only "
             f"{n_resident} fit on this GPU: it would hang; use {safe or 'a larger GPU'}")

@@ -27,12 +27,12 @@ def auto(shape: Shape, kernel: str = "", q_per_kv: int = 1) -> str:
     * full: ``ascending``; all kv tiles are equally long, so the order of works is all the same.
     * ``shift`` and ``symmetric_shift`` need a team, and some kernels gain from one: which, and for
       how many kv tiles, is a fact of the kernel (`backward_table`).
-    * causal, with q heads that share kv heads: a kv tile is then so long that what its q heads
-      need no longer stays in L2, unless the CTAs walk over it together, as in ``descending``.
+    * With q heads that share kv heads a kv tile is so long that what its q heads need no longer
+      stays in L2, unless the CTAs walk over it together, as in ``descending`` and ``ascending``.
     """
     facts = BACKWARD_TABLE.get(kernel, BackwardKernel())
-    if shape.causal and q_per_kv > 1 and facts.causal_group:
-        return facts.causal_group
+    if q_per_kv > 1 and facts.groups[shape.causal]:
+        return facts.groups[shape.causal]
     if shape.num_active_kv_tiles() in facts.team_tiles[shape.causal]:
         return "symmetric_shift" if shape.causal else "shift"
     return facts.causal if shape.causal else "ascending"

@@ -33,7 +33,8 @@ CELLS = [
 if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
     CELLS += [Case(2000, 2000, "causal", 192, n_q_head=8, n_kv_head=4),
               Case(1500, 2100, "full", 192, n_q_head=8, n_kv_head=8, schedule="shift"),
-              Case(1984, 1984, "causal", 256, n_q_head=8, n_kv_head=8)]
+              Case(1984, 1984, "causal", 256, n_q_head=8, n_kv_head=8),
+              Case(1500, 2100, "full", 256, n_q_head=8, n_kv_head=8, schedule="shift")]
 
 
 def plans_of(case: Case) -> list[Plan]:

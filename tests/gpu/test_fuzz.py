@@ -39,7 +39,7 @@ if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
     KINDS |= {(136, "float16"): ("auto", "shift"),
               (184, "bfloat16"): ("shortest_first", "auto"),
               (192, "bfloat16"): ("auto", "ascending", "shortest_first", "symmetric_shift"),
-              (256, "bfloat16"): ("auto", "descending")}
+              (256, "bfloat16"): ("auto", "descending", "shift", "symmetric_shift")}
 LAYOUTS = {
     "plain": lambda x: x,
     "heads first": test_memory._heads_before_rows,
