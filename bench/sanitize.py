@@ -100,7 +100,10 @@ class Outcome:
 # --- the child ------------------------------------------------------------------------------------
 
 def run_case(case: Case) -> None:
-    """Forward and backward of a case, waited for; results must be finite."""
+    """Forward and backward of a case, waited for; results must be finite.
+
+    The loss depends on lse, too: its gradient is lse itself.
+    """
     import cupy
 
     of_q = (1, case.q_len, case.n_q_head, case.head_dim)
@@ -110,11 +113,11 @@ def run_case(case: Case) -> None:
     causal = CAUSAL_OF_MASK[case.mask]
     if case.portable:
         out, lse = _launch(case, "forward", (q, k, v))
-        grads = _launch(case, "backward", (q, k, v, out, dout, lse))
+        grads = _launch(case, "backward", (q, k, v, out, dout, lse, lse))
     else:
         out, lse = dashcupy.attention(q, k, v, causal=causal, return_lse=True)
         grads = dashcupy.attention_backward(dout, q, k, v, out, lse, causal=causal,
-                                            schedule=case.schedule)
+                                            schedule=case.schedule, dlse=lse)
     cupy.cuda.Device().synchronize()
     for x in (out, *grads):
         finite = np.isfinite(x.view("uint16").get().view(x.dtype))

@@ -1,8 +1,11 @@
-// Before the backward proper: what each row needs (lse in base 2, delta = rowsum(out * dout)), and
-// semaphores and work counter at zero. One CTA per q tile of a q head.
+// Before the backward proper: what each row needs (lse in base 2, and delta), and semaphores and
+// work counter at zero. One CTA per q tile of a q head.
 //
-//   rows that exist and see a key:   lse_log2 = lse * log2(e), delta = sum of out * dout
+//   rows that exist and see a key:   lse_log2 = lse * log2(e), delta = sum(out * dout) - dlse
 //   all other rows of the tile:      lse_log2 = +inf (P = exp2(s - inf) is exactly 0), delta = 0
+//
+// dlse, the gradient with respect to lse, needs nothing else anywhere: d lse / d s = P, so that
+// dS = P (dP - sum(out * dout)) + P dlse = P (dP - delta). Where lse is -inf, dlse may be anything.
 //
 // With DC_ROW_VALUES (bwd_sm90) both go to params.lse_log2 instead, in the form of
 // tile/row_values.cuh.
@@ -57,6 +60,8 @@ extern "C" __global__ void __launch_bounds__(N_THREAD)
   const Element* dout = params.dout + batch * params.dout_strides.batch +
                         q_head * params.dout_strides.head;
   const float* lse = params.lse + batch * params.lse_batch + q_head * params.lse_head;
+  const bool has_dlse = params.dlse != nullptr;
+  const float* dlse = params.dlse + batch * params.dlse_batch + q_head * params.dlse_head;
   const int lane = threadIdx.x % LANES, column = lane * 8;
 #pragma unroll
   for (int pass = 0; pass < DC_Q_TILE / ROWS_PER_PASS; ++pass) {
@@ -78,6 +83,8 @@ extern "C" __global__ void __launch_bounds__(N_THREAD)
     for (int step = LANES / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
     if (lane == 0) {
       const float row_lse = sees_a_key ? lse[row] : -infinity();
+      const float row_dlse = has_dlse && sees_a_key ? dlse[row] : 0.f;
+      if (has_dlse && row_lse != -infinity()) sum -= row_dlse;
       const i64 at = tile_index * DC_Q_TILE + tile_row;
 #if DC_ROW_VALUES
       reinterpret_cast<uint4*>(params.lse_log2)[at] =

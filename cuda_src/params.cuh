@@ -30,18 +30,19 @@ struct BackwardParams {
   const Element* out;
   const Element* dout;
   const float* lse;   // [batch, n_q_head, q_len], natural log
+  const float* dlse;  // as lse, the gradient of the loss with respect to it; null: it has none
   Element* dq;        // as q
   Element* dk;        // as k
   Element* dv;        // as k
   float* lse_log2;    // workspace [batch, n_q_head, n_q * DC_Q_TILE]: lse * log2(e); +inf: P is 0
-  float* delta;       // workspace, same shape: rowsum(out * dout)
+  float* delta;       // workspace, same shape: rowsum(out * dout) - dlse
   float* dq_accum;    // workspace [batch, n_q_head, n_q][DC_Q_TILE * DC_HEAD_DIM_PAD], any contents
   u32* dq_semaphore;  // workspace [batch, n_q_head, n_q][DC_SEMAPHORE_STRIDE]
   u32* work_counter;  // workspace [1]
   u32* report;        // [8], debug builds only: who gave up waiting
   Strides q_strides, k_strides, v_strides, out_strides, dout_strides;
   Strides dq_strides, dk_strides, dv_strides;
-  i64 lse_batch, lse_head;
+  i64 lse_batch, lse_head, dlse_batch, dlse_head;
   int batch, n_q_head, n_kv_head, q_len, kv_len;
   int mask_offset;
   float scale, scale_log2;

@@ -95,8 +95,8 @@ def attention(q: Any, k: Any, v: Any, *, causal: bool | str = False, scale: floa
 
 def attention_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *,
                        causal: bool | str = False, scale: float | None = None,
-                       schedule: str = "auto", grads: Any = None,
-                       workspace: Any = None) -> tuple[Any, Any, Any]:
+                       schedule: str = "auto", grads: Any = None, workspace: Any = None,
+                       dlse: Any = None) -> tuple[Any, Any, Any]:
     """Gradients of `attention` with respect to q, k and v, the same bits every time.
 
     Parameters
@@ -129,6 +129,10 @@ def attention_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *,
         captured from CuPy arrays needs it: CuPy's pool would hand the memory out again. Copies
         that compute capability 9.0 needs, as in `attention`, come on top if dout, out or the
         gradients are the reason, which the plan does not see: an error says how much.
+    dlse : array, shape and dtype of ``lse``, optional
+        Gradient of the loss with respect to ``lse``; None if the loss does not depend on it, which
+        gives the bits of zeros. On a GPU the last axis is contiguous. Where ``lse`` is -inf (a row
+        that sees no key) any value will do, NaN included.
 
     Returns
     -------
@@ -150,8 +154,8 @@ def attention_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *,
 
     Notes
     -----
-    Bits: as for `attention`, and they depend on the schedule's name. A gradient with respect to
-    ``lse`` is not taken. Memory beside the results is linear in the lengths.
+    Bits: as for `attention`, and they depend on the schedule's name. Memory beside the results is
+    linear in the lengths.
 
     Examples
     --------
@@ -164,7 +168,7 @@ def attention_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *,
     True
     """
     given = _tuple_of("grads", grads, ("dq", "dk", "dv"))
-    return call.run("backward", (q, k, v, out, dout, lse), given, causal=causal, scale=scale,
+    return call.run("backward", (q, k, v, out, dout, lse, dlse), given, causal=causal, scale=scale,
                     schedule=schedule, workspace=workspace)
 
 

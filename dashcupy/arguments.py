@@ -11,6 +11,7 @@ from .config_sm90 import WARPGROUP_ROWS
 from .layout import Layout
 from .plan import Plan, head_group, scale_log2
 from .plan_sm90 import head_group as forward_head_group
+from .problem import ROW_ARRAYS
 
 # Tensor maps that are kept for one array; frameworks hand out the same few addresses in turn.
 _MAX_MAPS = 256
@@ -37,13 +38,14 @@ def struct_values(plan: Plan, layouts: Mapping[str, Layout]) -> dict[str, int | 
         "batch": problem.batch, "n_q_head": problem.n_q_head, "n_kv_head": problem.n_kv_head,
         "q_len": problem.q_len, "kv_len": problem.kv_len, "mask_offset": problem.mask_offset,
         "scale": problem.scale, "scale_log2": scale_log2(problem), "reserved": 0,
+        "dlse_batch": 0, "dlse_head": 0,  # of what may be left away
         "head_group": (forward_head_group(problem) if plan.direction == "forward" else
                        head_group(problem, plan.config)),
     }
     for name, layout in layouts.items():
         strides = used_strides(layout)
-        if name == "lse":
-            values["lse_batch"], values["lse_head"] = strides[:2]
+        if name in ROW_ARRAYS:
+            values[f"{name}_batch"], values[f"{name}_head"] = strides[:2]
         else:
             for axis, stride in zip(("batch", "row", "head"), strides):
                 values[f"{name}_strides.{axis}"] = stride

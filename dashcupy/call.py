@@ -16,11 +16,11 @@ from .launch import Launcher, is_aligned, require_contiguous_rows
 from .layout import Layout
 from .outputs import check_outputs
 from .plan import Plan, make_plan
-from .problem import AXES, Problem, lse_dtype, mask_from_causal, number_from_scale
+from .problem import AXES, ROW_ARRAYS, Problem, lse_dtype, mask_from_causal, number_from_scale
 from .ready import Ready
 
 # Arguments and results in the order of the parameter structs.
-INPUTS = {"forward": ("q", "k", "v"), "backward": ("q", "k", "v", "out", "dout", "lse")}
+INPUTS = {"forward": ("q", "k", "v"), "backward": ("q", "k", "v", "out", "dout", "lse", "dlse")}
 RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 Layouts = tuple[Layout | None, ...]
 
@@ -36,8 +36,8 @@ def run(direction: str, inputs: tuple[Any, ...], given: tuple[Any, ...], *,
     direction
         ``"forward"`` or ``"backward"``.
     inputs, given
-        Arrays in the order of ``INPUTS``; preallocated results, or None for each, in the order of
-        ``RESULTS``.
+        Arrays in the order of ``INPUTS``, of which dlse may be None; preallocated results, or None
+        for each, in the order of ``RESULTS``.
     causal, scale, schedule, workspace
         As for the public functions.
     n_wanted
@@ -57,7 +57,7 @@ def run(direction: str, inputs: tuple[Any, ...], given: tuple[Any, ...], *,
         if known is not None:
             return tuple(driver.on_device(known.device, known.enqueue, pointers, inputs, given,
                                           workspace, n_wanted)[:n_wanted])
-    framework, borrowed = arrays.borrow_all(INPUTS[direction], inputs)
+    framework, borrowed = _borrow_inputs(direction, inputs)
     outputs: list[Borrowed | None] = [None] * len(given)
     scratch = None
     if workspace is not None or any(x is not None for x in given):
@@ -104,8 +104,18 @@ def require_name(schedule: Any) -> None:
         schedules.get(schedule)  # says what is allowed
 
 
+def _borrow_inputs(direction: str,
+                   inputs: tuple[Any, ...]) -> tuple[Framework, list[Borrowed | None]]:
+    """What `run` is given, looked at; None for a dlse that is not there."""
+    names = INPUTS[direction]
+    if inputs[-1] is not None or names[-1] != "dlse":
+        return arrays.borrow_all(names, inputs)
+    framework, borrowed = arrays.borrow_all(names[:-1], inputs[:-1])
+    return framework, [*borrowed, None]
+
+
 def _borrow_given(direction: str, framework: Framework, inputs: tuple[Any, ...],
-                  borrowed: list[Borrowed], given: tuple[Any, ...], workspace: Any
+                  borrowed: list[Borrowed | None], given: tuple[Any, ...], workspace: Any
                   ) -> tuple[list[Borrowed | None], Borrowed | None]:
     """Preallocated results and workspace, looked at and checked against the inputs."""
     pairs = {name: x for name, x in zip((*RESULTS[direction], "workspace"), (*given, workspace))
@@ -113,19 +123,21 @@ def _borrow_given(direction: str, framework: Framework, inputs: tuple[Any, ...],
     # With q in front, so that a message tells which is the odd one out.
     _, found = arrays.borrow_all(("q", *pairs), (inputs[0], *pairs.values()))
     outputs = dict(zip(pairs, found[1:]))
-    check_outputs(framework, outputs, dict(zip(INPUTS[direction], borrowed)))
+    check_outputs(framework, outputs, {
+        name: b for name, b in zip(INPUTS[direction], borrowed) if b is not None})
     return [outputs.get(name) for name in RESULTS[direction]], outputs.get("workspace")
 
 
-def _run_cpu(direction: str, framework: Framework, borrowed: list[Borrowed],
+def _run_cpu(direction: str, framework: Framework, borrowed: list[Borrowed | None],
              outputs: list[Borrowed | None], options: tuple) -> list[Any]:
     plan = _cpu_plan(direction, *options, _layouts(borrowed), _layouts(outputs))
-    views = [framework.to_numpy(b) for b in borrowed]
+    views = [None if b is None else framework.to_numpy(b) for b in borrowed]
     if direction == "forward":
         results = cpu.forward(*views, plan.problem, plan.config)
     else:
-        q, k, v, out, dout, lse = views
-        results = cpu.backward(dout, q, k, v, out, lse, plan.problem, plan.config, plan.schedule)
+        q, k, v, out, dout, lse, dlse = views
+        results = cpu.backward(dout, q, k, v, out, lse, plan.problem, plan.config, plan.schedule,
+                               dlse)
     for output, result in zip(outputs, results):
         if output is not None:
             np.copyto(framework.to_numpy(output), result)
@@ -140,7 +152,7 @@ def _cpu_plan(direction: str, mask: str, scale: float | None, schedule: str, lay
     return make_plan(problem, direction, CPU, schedule)
 
 
-def _prepare(framework: Framework, borrowed: list[Borrowed], outputs: list[Borrowed | None],
+def _prepare(framework: Framework, borrowed: list[Borrowed | None], outputs: list[Borrowed | None],
              scratch: Borrowed | None, options: tuple) -> Ready:
     """Plan and launcher of a call on the current GPU; all checks that are not done yet."""
     with driver.relaxed_capture():  # loading a kernel allocates
@@ -185,15 +197,18 @@ def _by_name(direction: str, layouts: Layouts, given: Layouts) -> dict[str, Layo
     return {name: layout for name, layout in zip(names, (*layouts, *given)) if layout is not None}
 
 
-def _may_be_aligned(direction: str, borrowed: list[Borrowed],
+def _may_be_aligned(direction: str, borrowed: list[Borrowed | None],
                     outputs: list[Borrowed | None]) -> bool:
     """Whether the addresses allow 16-byte access; new arrays always do."""
-    bits = 0
-    lse = outputs[1] if direction == "forward" else borrowed[5]
-    for b in (*borrowed, *outputs):
-        if b is not None and b is not lse:
+    bits = row_bits = 0
+    for name, b in zip((*INPUTS[direction], *RESULTS[direction]), (*borrowed, *outputs)):
+        if b is None:
+            continue
+        if name in ROW_ARRAYS:
+            row_bits |= b.pointer
+        else:
             bits |= b.pointer
-    if bits & 1 or (lse is not None and lse.pointer & 3):
+    if bits & 1 or row_bits & 3:
         raise InvalidInputError("an array starts at an address that is no multiple of its "
                                 "element's size (a view of bytes?): copy it")
     return bits & 15 == 0

@@ -107,8 +107,8 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, problem: Problem,
 
 
 def backward(dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray,
-             lse: np.ndarray, problem: Problem, config: Tiles,
-             schedule_name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+             lse: np.ndarray, problem: Problem, config: Tiles, schedule_name: str,
+             dlse: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Gradients of attention, every sum in the order that the schedule fixes.
 
     dq of a q tile adds the kv tiles in order of their tickets; dk and dv of a kv tile add the q
@@ -125,6 +125,8 @@ def backward(dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, out:
     config : Tiles
     schedule_name : str
         A schedule, or ``"auto"``.
+    dlse : ndarray, shape and dtype of ``lse``, optional
+        Gradient of the loss with respect to ``lse``.
 
     Returns
     -------
@@ -152,11 +154,13 @@ def backward(dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, out:
                 q_scaled = _load(q, q_heads, dtype)
                 q_scaled *= problem.scale
                 dout_head, out_head = _load(dout, q_heads, dtype), _load(out, q_heads, dtype)
-                lse_head = np.stack([lse[batch, head] for batch, head in q_heads])[:, None]
+                lse_head = _load_rows(lse, q_heads, dtype)
+                delta = _delta(out_head, dout_head)
+                if dlse is not None:  # d lse / d score = P, which is also the factor of -delta
+                    delta -= _load_rows(dlse, q_heads, dtype)
                 dq_head = backward_heads(
-                    dout_head, q_scaled, k_head, v_head, _delta(out_head, dout_head),
-                    lse_head.astype(dtype, copy=False), dk_head, dv_head, shape, schedule,
-                    first_member=member == 0)
+                    dout_head, q_scaled, k_head, v_head, delta, lse_head, dk_head, dv_head, shape,
+                    schedule, first_member=member == 0)
                 dq_head *= problem.scale
                 _store(dq, q_heads, dq_head)
             _store(dk, heads, dk_head)  # q was scaled, so dk needs no factor
@@ -201,6 +205,12 @@ def _load(array: np.ndarray, heads: list[tuple[int, int]], dtype: np.dtype) -> n
     for index, (batch, head) in enumerate(heads):
         loaded[index] = array[batch, :, head]
     return loaded
+
+
+def _load_rows(array: np.ndarray, heads: list[tuple[int, int]], dtype: np.dtype) -> np.ndarray:
+    """The named heads of lse or dlse, [heads, 1, q_len]."""
+    rows = np.stack([array[batch, head] for batch, head in heads])[:, None]
+    return rows.astype(dtype, copy=False)
 
 
 def _store(array: np.ndarray, heads: list[tuple[int, int]], values: np.ndarray) -> None:

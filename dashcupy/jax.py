@@ -50,7 +50,7 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool | str = 
     schedule : str, optional
         As for `dashcupy.attention_backward`: the bits of the gradients depend on it.
     return_lse : bool, optional
-        Also return the log-sum-exp. No gradient goes through it.
+        Also return the log-sum-exp, which may be differentiated like ``out``.
 
     Returns
     -------
@@ -63,9 +63,9 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool | str = 
     InvalidInputError
         A shape, dtype or value that makes no sense, or no JAX array; while tracing under jit.
     UnsupportedError
-        The loss depends on ``lse``; a second derivative is taken. What only a GPU refuses
-        (float32, a head_dim) is known when it runs: under jit JAX then raises its
-        ``JaxRuntimeError``, with the text of this error at the end.
+        A second derivative is taken. What only a GPU refuses (float32, a head_dim) is known when
+        it runs: under jit JAX then raises its ``JaxRuntimeError``, with the text of this error at
+        the end.
     CompileError, DeviceError
         As for `dashcupy.attention`, and under jit as above.
 
@@ -131,19 +131,20 @@ def _differentiable(options: _Options) -> Callable[..., tuple[jax.Array, jax.Arr
 
     def attend_backward(saved, cotangents):
         dout, dlse = cotangents
-        if not isinstance(dlse, SymbolicZero):
-            raise UnsupportedError("the loss depends on lse, through which no gradient is taken: "
-                                   "use jax.lax.stop_gradient(lse) if that is meant")
         q, k, v, out, lse = saved
-        return _compute(backward, (q, k, v, out, dout, lse))
+        if isinstance(dout, SymbolicZero):
+            dout = jax.numpy.zeros_like(out)
+        if isinstance(dlse, SymbolicZero):
+            dlse = None
+        return _compute(backward, (q, k, v, out, dout, lse, dlse))
 
-    # Symbolic zeros tell a loss that does not use lse from one that does.
+    # Symbolic zeros tell a loss that does not use lse, for which nothing more is computed.
     attend.defvjp(attend_forward, attend_backward, symbolic_zeros=True)
     return attend
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _compute(callback: _Callback, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def _compute(callback: _Callback, inputs: tuple[jax.Array | None, ...]) -> tuple[jax.Array, ...]:
     """Results of one direction, of concrete arrays at once, of traced ones when the program runs.
     """
     if not any(isinstance(x, jax.core.Tracer) for x in inputs):
@@ -194,7 +195,8 @@ class _Callback:
 
     def _run_views(self, view, results, inputs) -> None:
         names = (*call.INPUTS[self.direction], *call.RESULTS[self.direction])
-        views = [_fold(view(x), len(AXES[name])) for name, x in zip(names, (*inputs, *results))]
+        views = [None if x is None else _fold(view(x), len(AXES[name]))
+                 for name, x in zip(names, (*inputs, *results))]
         self.run(tuple(views[:len(inputs)]), tuple(views[len(inputs):]))
 
 

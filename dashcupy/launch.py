@@ -19,6 +19,7 @@ from .layout import Layout
 from .plan import Plan
 from .plan_backward import REPORT_WORDS
 from .plan_parts import KernelPlan
+from .problem import ROW_ARRAYS
 
 # Bytes that the kernels read at a time from arrays that are aligned.
 _VECTOR_BYTES = 16
@@ -34,16 +35,16 @@ def is_aligned(pointers: Sequence[int], layouts: Mapping[str, Layout],
     pointers
         Addresses of their first elements.
     layouts
-        By name; lse is left out, as it is read one element at a time.
+        By name; lse and dlse are left out, as they are read one element at a time.
     by_tensor_map
         Whether the kernels read by the copy engine, which also refuses strides of 0 and less.
     """
     if functools.reduce(lambda a, b: a | b, pointers, 0) % _VECTOR_BYTES:
         return False
-    if by_tensor_map and not all(tensor_map.can_describe(layout)
-                                 for name, layout in layouts.items() if name != "lse"):
+    vectors = [layout for name, layout in layouts.items() if name not in ROW_ARRAYS]
+    if by_tensor_map and not all(map(tensor_map.can_describe, vectors)):
         return False
-    return all(stride % _VECTOR_ELEMENTS == 0 for name, layout in layouts.items() if name != "lse"
+    return all(stride % _VECTOR_ELEMENTS == 0 for layout in vectors
                for stride in used_strides(layout)[:-1])
 
 
@@ -71,7 +72,7 @@ class Launcher:
     ----------
     plan
     layouts
-        Shapes and strides of all arrays, results included, by name.
+        Shapes and strides of all arrays that there are, results included, by name.
     device
         Number of the GPU.
     max_ctas
@@ -110,7 +111,7 @@ class Launcher:
         Parameters
         ----------
         pointers
-            Of the arrays, in the order of ``params.ARRAYS``.
+            Of the arrays, in the order of ``params.ARRAYS``; 0 for one that is not given.
         workspace
             Address of ``plan.workspace_bytes`` bytes, a multiple of 16; any contents.
         stream

@@ -20,10 +20,11 @@ def _fields(code: str, *names: str) -> tuple[tuple[str, str], ...]:
     return tuple((name, code) for name in names)
 
 
-# What `attention` and `attention_backward` hand over, in the order of the struct.
+# What `attention` and `attention_backward` hand over, in the order of the struct; the address of
+# what is not given is 0.
 ARRAYS = {
     "forward": ("q", "k", "v", "out", "lse"),
-    "backward": ("q", "k", "v", "out", "dout", "lse", "dq", "dk", "dv"),
+    "backward": ("q", "k", "v", "out", "dout", "lse", "dlse", "dq", "dk", "dv"),
 }
 # Parts of the workspace, in the order of the struct.
 WORKSPACE = {
@@ -44,7 +45,7 @@ FIELDS = {
     "backward": (
         *_fields("P", *ARRAYS["backward"], *WORKSPACE["backward"]),
         *_strides("q", "k", "v", "out", "dout", "dq", "dk", "dv"),
-        *_fields("q", "lse_batch", "lse_head"),
+        *_fields("q", "lse_batch", "lse_head", "dlse_batch", "dlse_head"),
         *_fields("i", *_SIZES),
         *_fields("f", "scale", "scale_log2"),
         *_fields("i", "head_group", "reserved"),

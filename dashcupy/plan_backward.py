@@ -74,7 +74,7 @@ def backward_workspace(problem: Problem, config: BackwardConfig, shape: Shape,
                                f"bfloat16 {rows}[8]: -lse / scale and -delta in three parts each")}
     else:
         wanted = {"lse_log2": (4 * n_row, f"float32 {rows}: lse * log2(e)"),
-                  "delta": (4 * n_row, f"float32 {rows}: row sums of out * dout")}
+                  "delta": (4 * n_row, f"float32 {rows}: row sums of out * dout, less dlse")}
     wanted |= {
         "dq_accum": (4 * n_row * config.head_dim_pad,
                      "float32 [batch, n_q_head, q tiles, tile]: the sum of dq so far"),

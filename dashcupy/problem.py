@@ -20,10 +20,13 @@ _FLOAT32_SCALES = (2.0**-126, 2.0**126)
 # Axes of every array that the public functions take or return.
 _AS_Q = ("batch", "q_len", "n_q_head", "head_dim")
 _AS_K = ("batch", "kv_len", "n_kv_head", "head_dim")
+_PER_ROW = ("batch", "n_q_head", "q_len")
 AXES = {
-    "q": _AS_Q, "k": _AS_K, "v": _AS_K, "out": _AS_Q, "lse": ("batch", "n_q_head", "q_len"),
-    "dout": _AS_Q, "dq": _AS_Q, "dk": _AS_K, "dv": _AS_K,
+    "q": _AS_Q, "k": _AS_K, "v": _AS_K, "out": _AS_Q, "lse": _PER_ROW,
+    "dout": _AS_Q, "dlse": _PER_ROW, "dq": _AS_Q, "dk": _AS_K, "dv": _AS_K,
 }
+# Those with one number for each row of q, in the dtype of the sums.
+ROW_ARRAYS = ("lse", "dlse")
 
 # What `causal=` accepts, and the mask each value names.
 CAUSAL_ARGUMENT = {False: "full", True: "causal", "bottom_right": "causal",
@@ -146,12 +149,12 @@ class Problem:
                 f"q has dtype {dtype} (allowed: {', '.join(DTYPES)}); cast q, k and v")
         for name, array in arrays.items():
             _check_shape(name, tuple(array.shape), sizes)
-            wanted = lse_dtype(dtype) if name == "lse" else dtype
+            wanted = lse_dtype(dtype) if name in ROW_ARRAYS else dtype
             if array.dtype != wanted:
                 raise InvalidInputError(
                     f"{name} has dtype {array.dtype}, expected {wanted}: q, k, v and all arrays "
-                    f"that go with them share one dtype, and lse is float32 (float64 for "
-                    f"float64); cast {name}")
+                    f"that go with them share one dtype, and lse and dlse are float32 (float64 "
+                    f"for float64); cast {name}")
         if scale is None:
             scale = 1 / math.sqrt(max(sizes["head_dim"], 1))
         return cls(**sizes, dtype=dtype, mask=mask, scale=scale)

@@ -28,13 +28,13 @@ class Ready:
     wanted
         Shape and dtype of each result.
     inputs, given
-        Arrays of a call of this kind; those that are to be made are None. None is kept.
+        Arrays of a call of this kind; None for what is not given or is to be made. None is kept.
     workspace
         The same for the workspace.
     """
 
     def __init__(self, framework: Framework, launcher: Launcher,
-                 wanted: Sequence[tuple[tuple[int, ...], str]], inputs: Sequence[Borrowed],
+                 wanted: Sequence[tuple[tuple[int, ...], str]], inputs: Sequence[Borrowed | None],
                  given: Sequence[Borrowed | None], workspace: Borrowed | None):
         self.device = inputs[0].device
         self._framework = framework
@@ -65,7 +65,7 @@ class Ready:
         Parameters
         ----------
         pointers
-            Addresses of inputs, results and workspace; 0 for what is to be made. Changed.
+            Addresses of inputs, results and workspace; 0 for what is not given. Changed.
         inputs, given, workspace
             The arrays, or views that keep their memory.
         n_wanted

@@ -43,10 +43,15 @@ def attention_reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, *, mask: st
 
 
 def attention_backward_reference(dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, *,
-                                 mask: str = "full", scale: float | None = None
+                                 mask: str = "full", scale: float | None = None,
+                                 dlse: np.ndarray | None = None
                                  ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """dq, dk, dv in float64, in the shapes of q, k, v; arguments as :func:`attention_reference`."""
-    return _backward(dout, q, k, v, mask, scale, _Exact())
+    """dq, dk, dv in float64, in the shapes of q, k, v.
+
+    ``dout`` and ``dlse`` (None: zeros) are the gradients of the loss with respect to ``out`` and
+    ``lse``; the other arguments as for :func:`attention_reference`.
+    """
+    return _backward(dout, q, k, v, mask, scale, dlse, _Exact())
 
 
 def attention_backward_terms(dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, *,
@@ -86,10 +91,11 @@ def attention_yardstick(q: np.ndarray, k: np.ndarray, v: np.ndarray, *, mask: st
 
 
 def attention_backward_yardstick(dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, *,
-                                 mask: str = "full", scale: float | None = None
+                                 mask: str = "full", scale: float | None = None,
+                                 dlse: np.ndarray | None = None
                                  ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """dq, dk, dv as :func:`attention_yardstick` has out: P, dS, out and results are rounded."""
-    return _backward(dout, q, k, v, mask, scale, _Rounded(q.dtype))
+    return _backward(dout, q, k, v, mask, scale, dlse, _Rounded(q.dtype))
 
 
 @dataclass(frozen=True)
@@ -225,16 +231,19 @@ def _forward(q, k, v, mask, scale, precision) -> tuple[np.ndarray, np.ndarray]:
     return out, lse
 
 
-def _backward(dout, q, k, v, mask, scale, precision) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _backward(dout, q, k, v, mask, scale, dlse,
+              precision) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     problem = _problem(q, k, mask, scale)
     dq, dk, dv = (np.zeros(array.shape, precision.sums) for array in (q, k, v))
     factor = precision.sums.type(problem.scale)
     for batch, head, kv_head in _heads(problem):
         q_, k_, v_, dout_ = (precision.operand(array) for array in (
             q[batch, :, head], k[batch, :, kv_head], v[batch, :, kv_head], dout[batch, :, head]))
-        p, _ = _softmax(q_, k_, problem)
+        p, lse = _softmax(q_, k_, problem)
         out = precision.operand(precision.operand(p) @ v_)
         delta = (out * dout_).sum(axis=1, keepdims=True)
+        if dlse is not None:  # dS = P (dP - rowsum(out * dout)) + P dlse
+            delta[lse != -np.inf, 0] -= dlse[batch, head][lse != -np.inf].astype(precision.sums)
         ds = precision.operand(p * (dout_ @ v_.T - delta))
         dv[batch, :, kv_head] += precision.operand(p).T @ dout_
         dk[batch, :, kv_head] += factor * (ds.T @ q_)

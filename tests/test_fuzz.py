@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from fake_gpu import FakeArray, fake_gpu
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, assume, given, seed, settings
 from hypothesis import strategies as st
 from random_problems import SEED, lengths, problems
 from test_cpu_bits import schedules_for, sums_and_expected
@@ -14,7 +14,7 @@ import dashcupy
 from dashcupy import cpu
 from dashcupy.arrays import numpy_dtype
 from dashcupy.errors import DashcupyError
-from dashcupy.problem import CAUSAL_OF_MASK, MASKS, Problem
+from dashcupy.problem import CAUSAL_OF_MASK, MASKS, ROW_ARRAYS, Problem
 from dashcupy.reference import (
     attention_backward_reference,
     attention_backward_terms,
@@ -63,26 +63,28 @@ def draw_inputs(problem):
 @given(problem=problems([(d, dtype) for d in (1, 8, 17, 24) for dtype in
                          ("float16", "bfloat16", "float32", "float64")],
                         tiles=(8, 16, 5, 7), most=40, layouts=tuple(LAYOUTS)),
-       tiles=st.sampled_from((*TILES, None)))
-def test_values(problem, tiles):
-    """Whatever is legal is right: no combination of mask, lengths, heads, strides, dtype."""
+       tiles=st.sampled_from((*TILES, None)), factor=st.sampled_from((None, 0.0, 1.0, 30.0)))
+def test_values(problem, tiles, factor):
+    """Whatever is legal is right: no combination of mask, lengths, heads, strides, dtype, dlse."""
     q, k, v, dout = draw_inputs(problem)
     asked = Problem(*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], problem.dtype,
                     problem.mask, problem.scale or q.shape[3] ** -0.5)
     if tiles:
         config = SimpleNamespace(q_tile=tiles[0], kv_tile=tiles[1])
         out, lse = cpu.forward(q, k, v, asked, config)
-        grads = cpu.backward(dout, q, k, v, out, lse, asked, config, problem.schedule)
+        dlse = _dlse(lse, factor)
+        grads = cpu.backward(dout, q, k, v, out, lse, asked, config, problem.schedule, dlse)
     else:
         options = dict(causal=CAUSAL_OF_MASK[problem.mask], scale=problem.scale)
         out, lse = dashcupy.attention(q, k, v, return_lse=True, **options)
+        dlse = _dlse(lse, factor)
         grads = dashcupy.attention_backward(dout, q, k, v, out, lse, schedule=problem.schedule,
-                                            **options)
+                                            dlse=dlse, **options)
     options = dict(mask=problem.mask, scale=problem.scale)
     exact = (*attention_reference(q, k, v, **options),
-             *attention_backward_reference(dout, q, k, v, **options))
+             *attention_backward_reference(dout, q, k, v, dlse=dlse, **options))
     plain = (*attention_yardstick(q, k, v, **options),
-             *attention_backward_yardstick(dout, q, k, v, **options))
+             *attention_backward_yardstick(dout, q, k, v, dlse=dlse, **options))
     terms = dict(zip(("dq", "dk"), attention_backward_terms(dout, q, k, v, **options)))
     for name, got, right, fair in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), exact,
                                       plain):
@@ -90,6 +92,14 @@ def test_values(problem, tiles):
                               floor=_floor(got, right), terms=terms.get(name))
         assert report, f"{name}: {report}"
         assert got.dtype == fair.dtype and got.shape == right.shape
+
+
+def _dlse(lse, factor):
+    """Normal numbers times ``factor``, NaN where they are not to be looked at."""
+    if factor is None:
+        return None
+    dlse = factor * np.random.default_rng(lse.size).standard_normal(lse.shape)
+    return np.where(lse == -np.inf, np.nan, dlse).astype(lse.dtype)
 
 
 def _floor(got, right):
@@ -225,8 +235,9 @@ class OnGpu:
 def _arguments(make, direction):
     shapes = {"q": (2, 20, 4, 64), "k": (2, 30, 2, 64), "v": (2, 30, 2, 64)}
     if direction == "backward":
-        shapes = {"dout": shapes["q"], **shapes, "out": shapes["q"], "lse": (2, 4, 20)}
-    return {name: make(shape, "float32" if name == "lse" else "float16")
+        shapes = {"dout": shapes["q"], **shapes, "out": shapes["q"], "lse": (2, 4, 20),
+                  "dlse": (2, 4, 20)}
+    return {name: make(shape, "float32" if name in ROW_ARRAYS else "float16")
             for name, shape in shapes.items()}
 
 
@@ -249,11 +260,12 @@ def test_mistakes(place, data):
             mistake = data.draw(st.sampled_from(sorted(ARRAY_MISTAKES)))
             wrong = good | {name: ARRAY_MISTAKES[mistake](
                 wrap(good[name]), data.draw(st.integers(0, 30)))}
+            assume(name != "dlse" or wrong[name] is not None)  # that is allowed
         else:
             names = sorted(OPTION_MISTAKES) if direction == "backward" else ("causal", "scale")
             name = data.draw(st.sampled_from(names))
             wrong, options = good, {name: data.draw(st.sampled_from(OPTION_MISTAKES[name]))}
-        with pytest.raises(DashcupyError, match=name if options else r"\b(q|k|v|out|dout|lse)\b"):
+        with pytest.raises(DashcupyError, match=name if options else r"\b(q|k|v|out|dout|d?lse)\b"):
             function(**wrong, **options)
         assert not gpu.launches and not gpu.allocated
         function(**good)

@@ -2,6 +2,7 @@
 
 import contextlib
 import doctest
+import functools
 import importlib
 import os
 import subprocess
@@ -226,19 +227,42 @@ def test_traced_options_are_refused():
             jax.jit(lambda value, name=name: attention(q, k, v, **{name: value}))(0.5)
 
 
-def test_no_gradient_through_lse():
-    """Leaving its part out would give a wrong gradient."""
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradient_through_lse(causal):
+    """Its part left out, or taken for another; where lse is not used, it must cost nothing."""
     q, k, v, dout = draw()
+    dlse = jnp.asarray(np.random.default_rng(1).standard_normal((2, 6, 37)).astype("float32"))
 
-    def loss(q, stop):
-        out, lse = attention(q, k, v, return_lse=True)
-        return (out * dout).sum() + stop(lse).sum()
+    def loss(q, k, v, of_out, of_lse):
+        out, lse = attention(q, k, v, causal=causal, return_lse=True)
+        return (of_out(out) * dout).sum() + (of_lse(lse) * dlse).sum()
 
-    for transform in (lambda f: f, jax.jit, jax.checkpoint):
-        with pytest.raises(UnsupportedError, match="depends on lse.*stop_gradient"):
-            jax.grad(transform(lambda q: loss(q, lambda lse: lse)))(q)
-        stopped = jax.grad(transform(lambda q: loss(q, jax.lax.stop_gradient)))(q)
-        assert bits(stopped) == bits(plain(q, k, v, dout)[2])
+    def keep(x):
+        return x
+
+    stop = jax.lax.stop_gradient
+    for of_out, of_lse in ((keep, keep), (stop, keep), (keep, stop), (stop, stop)):
+        out, lse, *_ = plain(q, k, v, dout, causal=causal)
+        expected = dashcupy.attention_backward(
+            np.asarray(dout) * (of_out is keep), *map(np.asarray, (q, k, v)), out, lse,
+            causal=causal, dlse=np.asarray(dlse) if of_lse is keep else None)
+        for transform in (keep, jax.jit, jax.checkpoint):
+            found = jax.grad(transform(functools.partial(loss, of_out=of_out, of_lse=of_lse)),
+                             argnums=(0, 1, 2))(q, k, v)
+            assert bits(found) == bits(expected)
+        mapped = jax.vmap(jax.grad(functools.partial(loss, of_out=of_out, of_lse=of_lse)),
+                          (0, None, None))(jnp.stack([q, q]), k, v)
+        assert bits(mapped[1]) == bits(expected[0])
+
+
+def test_an_lse_that_is_not_used_is_not_looked_at(monkeypatch):
+    seen = []
+    run = call.run
+    monkeypatch.setattr(call, "run", lambda direction, inputs, given, **options: seen.append(
+        inputs[-1] is None) or run(direction, inputs, given, **options))
+    for transform in (lambda f: f, jax.jit):
+        transform(gradients())(*draw())
+    assert seen == [False, True] * 2  # forward, whose last input is v, and backward
 
 
 def test_other_derivatives_are_refused():
@@ -307,13 +331,17 @@ class Foldable(FakeArray):
         return Foldable(shape, self.dtype.name, self.data.device_id, pointer=self.data.ptr)
 
 
-@pytest.mark.parametrize("direction, kernels", [
-    ("forward", ["fwd_sm90"]), ("backward", ["bwd_preprocess", "bwd_sm90_d64", "bwd_postprocess"])])
-def test_on_a_gpu_the_callback_enqueues_on_the_stream_of_xla(monkeypatch, direction, kernels):
+@pytest.mark.parametrize("direction, with_dlse, kernels", [
+    ("forward", False, ["fwd_sm90"]),
+    *[("backward", with_dlse, ["bwd_preprocess", "bwd_sm90_d64", "bwd_postprocess"])
+      for with_dlse in (False, True)]])
+def test_on_a_gpu_the_callback_enqueues_on_the_stream_of_xla(monkeypatch, direction, with_dlse,
+                                                             kernels):
     """Another stream or device would race with XLA's kernels; a copy would be lost."""
     q, k, lse = (3, 2, 200, 4, 64), (3, 2, 300, 2, 64), (3, 2, 4, 200)
-    shapes = {"forward": ((q, k, k), (q, lse)), "backward": ((q, k, k, q, q, lse), (q, k, k))}
-    inputs, results = ([Buffer(shape, "float32" if shape == lse else "bfloat16")
+    dlse = lse if with_dlse else None
+    shapes = {"forward": ((q, k, k), (q, lse)), "backward": ((q, k, k, q, q, lse, dlse), (q, k, k))}
+    inputs, results = ([shape and Buffer(shape, "float32" if shape == lse else "bfloat16")
                         for shape in group] for group in shapes[direction])
     with fake_gpu(monkeypatch) as gpu:
         cuda = gpu.cupy.cuda
@@ -338,6 +366,8 @@ def test_on_a_gpu_the_callback_enqueues_on_the_stream_of_xla(monkeypatch, direct
         for name, buffer in zip(call.RESULTS[direction], results):
             address = fields[name] if name in fields else fields[f"{name}_map"].pointer
             assert address == buffer.array.data.ptr
+        if direction == "backward":
+            assert fields["dlse"] == (inputs[-1].array.data.ptr if with_dlse else 0)
         assert gpu.current == 0 and gpu.contexts == {1} and not arrays._held
 
 

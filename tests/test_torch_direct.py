@@ -50,6 +50,7 @@ def test_a_plain_call_goes_past_the_dispatcher(dispatched):
         dash.attention(torch.nn.Parameter(q), k, v)
     with torch.autocast("cpu", torch.bfloat16):
         dash.attention(q, k, v).sum().backward()
+    dash.attention(q, k, v, return_lse=True)[1].square().mean().backward()
     assert not dispatched
     with torch.profiler.profile():  # the other way, with the same results
         expected = results(*tensors())

@@ -40,7 +40,7 @@ def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p
     -------
     out : Tensor, shape of ``q``
     softmax_lse : Tensor, shape [batch, n_q_head, q_len], float32
-        With ``return_attn_probs``; no gradient flows through it.
+        With ``return_attn_probs``; autograd can differentiate it (flash-attn drops that gradient).
     S_dmask : Tensor, empty
         With ``return_attn_probs``.
 

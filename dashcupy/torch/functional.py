@@ -32,7 +32,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
     schedule : str, optional
         As for `dashcupy.attention_backward`.
     return_lse : bool, optional
-        Also return the log-sum-exp, through which no gradient flows.
+        Also return the log-sum-exp, which autograd can differentiate like ``out``.
 
     Returns
     -------

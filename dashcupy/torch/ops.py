@@ -84,17 +84,19 @@ def _forward(arrays: Sequence[torch.Tensor], mask: str, scale: float | None,
                     scale=scale)
 
 
-def _backward(arrays: Sequence[torch.Tensor], mask: str, scale: float | None,
+def _backward(arrays: Sequence[torch.Tensor | None], mask: str, scale: float | None,
               schedule: str) -> Any:
-    dout, *arrays, out, lse = arrays
+    dout, *arrays, out, lse, dlse = arrays
     _require_allowed(schedule, mask)
     grads, parts = (), (None, None, None)
     if len(arrays) < 3:
         grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in arrays)
         parts = _split(grads)
-    # The gradient of a sum has stride 0, that of an imaginary part a flag instead of its sign.
-    dout = contiguous_rows(dout.resolve_neg() if dout.is_neg() else dout)
-    results = call.run("backward", (*_split(arrays), out, dout, lse), parts,
+    # The gradient of a sum has stride 0. A flag in place of a sign the dispatcher has resolved.
+    dout = contiguous_rows(dout)
+    if dlse is not None:
+        dlse = contiguous_rows(dlse)
+    results = call.run("backward", (*_split(arrays), out, dout, lse, dlse), parts,
                        causal=CAUSAL_OF_MASK[mask], scale=scale, schedule=schedule)
     return _unwrapped(grads or results)
 
@@ -120,7 +122,7 @@ def _fake_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _fake_backward(dout: torch.Tensor, *arguments: Any) -> Any:
-    arrays = arguments[:-5]
+    arrays = arguments[:-6]
     return _unwrapped(tuple(x.new_empty(x.shape) for x in arrays))
 
 
@@ -132,15 +134,17 @@ class _Attention(torch.autograd.Function):
         output = compute(arrays, *options)
         ctx.operator, ctx.options = name, options
         ctx.save_for_backward(*arrays, *output)
-        ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)  # no zeros for lse
+        ctx.set_materialize_grads(False)  # no zeros for an lse that nobody uses
         return output
 
     @staticmethod
-    def backward(ctx, dout, _):
+    def backward(ctx, dout, dlse):
+        saved = ctx.saved_tensors
         if dout is None:
-            return (None,) * len(ctx.needs_input_grad)
-        grads = run(f"{ctx.operator}_backward", (dout, *ctx.saved_tensors), ctx.options)
+            if dlse is None:
+                return (None,) * len(ctx.needs_input_grad)
+            dout = torch.zeros_like(saved[-2])
+        grads = run(f"{ctx.operator}_backward", (dout, *saved, dlse), ctx.options)
         grads = (grads,) if isinstance(grads, torch.Tensor) else grads
         return (None, None, None, *[grad if needed else None for grad, needed
                                     in zip(grads, ctx.needs_input_grad[3:])])
@@ -160,17 +164,18 @@ class _Backward(torch.autograd.Function):
                                "PyTorch's math attention (torch.nn.attention.sdpa_kernel)")
 
 
-def run(name: str, arrays: tuple[torch.Tensor, ...],
+def run(name: str, arrays: tuple[torch.Tensor | None, ...],
         options: tuple[str, float | None, str]) -> Any:
     """What the operator of that name does, past the dispatcher where it has nothing to add.
 
     Each direction would go through it twice, above and below autograd: a sixth of a call's time.
     """
-    if not _is_plain(arrays):
+    tensors = arrays[:-1] if arrays[-1] is None else arrays  # dlse
+    if not _is_plain(tensors):
         return OPERATORS[name](*arrays, *options)
     kernel, function = _IMPLEMENTATIONS[name]
     if not torch.is_grad_enabled() or _is_excluded(_AUTOGRAD) or not any(
-            [x.requires_grad for x in arrays]):
+            [x.requires_grad for x in tensors]):
         return kernel(arrays, *options)
     # Not Function.apply, which looks for transforms again.
     return super(torch.autograd.Function, function).apply(name, kernel, options, *arrays)
@@ -217,7 +222,7 @@ def _recorded(function: type[torch.autograd.Function], name: str, *arguments: An
                                "(torch.func.vjp, grad, jacrev, or backward())")
     if not (torch.is_grad_enabled() and any([x.requires_grad for x in tensors])):
         return _below_autograd(name, arguments)
-    given = name, functools.partial(_inside_function, name), arguments[-3:], *tensors
+    given = name, functools.partial(_inside_function, name), arguments[-3:], *arguments[:-3]
     if not torch._C._are_functorch_transforms_active():
         return function.apply(*given)
     # The operator was dispatched to one transform already; Function.apply would start again.
@@ -237,12 +242,11 @@ def _vmapped(name: str, info: Any, dims: tuple, *arguments: Any) -> tuple[Any, A
     return tuple(x.unflatten(0, (info.batch_size, -1)) for x in results), (0,) * len(results)
 
 
-def _define(name: str, tensors: Sequence[str], n_results: int, kernel: Any, fake: Any,
+def _define(name: str, tensors: str, n_results: int, kernel: Any, fake: Any,
             function: type[torch.autograd.Function]) -> None:
     """Make one operator known to torch."""
     results = ", ".join(["Tensor"] * n_results)
-    arguments = ", ".join([*(f"Tensor {tensor}" for tensor in tensors), _OPTIONS])
-    _LIBRARY.define(f"{name}({arguments}) -> ({results})")
+    _LIBRARY.define(f"{name}({tensors}, {_OPTIONS}) -> ({results})")
     OPERATORS[name] = getattr(torch.ops.dashcupy, name).default
     _IMPLEMENTATIONS[name] = kernel, function
     _LIBRARY.impl(name, lambda *arguments: kernel(arguments[:-3], *arguments[-3:]),
@@ -254,6 +258,7 @@ def _define(name: str, tensors: Sequence[str], n_results: int, kernel: Any, fake
 
 
 for _name, _arrays in ARRAYS.items():
-    _define(_name, _arrays, 2, _forward, _fake_forward, _Attention)
-    _define(f"{_name}_backward", ("dout", *_arrays, "out", "lse"), len(_arrays), _backward,
-            _fake_backward, _Backward)
+    _tensors = ", ".join([f"Tensor {array}" for array in _arrays])
+    _define(_name, _tensors, 2, _forward, _fake_forward, _Attention)
+    _define(f"{_name}_backward", f"Tensor dout, {_tensors}, Tensor out, Tensor lse, Tensor? dlse",
+            len(_arrays), _backward, _fake_backward, _Backward)

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import dashcupy
 import pytest
-from dashcupy import driver, schedules
+from dashcupy import driver, params, schedules
+from dashcupy.launch import Launcher
+from dashcupy.layout import Layout
 from dashcupy.plan import Plan
 from dashcupy.problem import CAUSAL_OF_MASK
 
@@ -88,13 +90,32 @@ def backward(case: Case, inputs: dict, out, lse, **options) -> tuple:
                                        schedule=case.schedule, **options)
 
 
-def expect_right(case: Case, inputs: dict, got: dict, scale: float | None = None) -> None:
+def expect_right(case: Case, inputs: dict, got: dict, scale: float | None = None,
+                 dlse: torch.Tensor | None = None) -> None:
     """Fail unless all results are within their bounds."""
     arguments = (*(inputs[name] for name in ("q", "k", "v", "dout")), case.mask, scale)
-    exact = truth.attention(*arguments)
-    yardstick = truth.attention(*arguments, dtype=getattr(torch, case.dtype))
+    exact = truth.attention(*arguments, dlse=dlse)
+    yardstick = truth.attention(*arguments, dtype=getattr(torch, case.dtype), dlse=dlse)
     wrong = truth.faults(got, exact, yardstick)
     assert not wrong, "\n".join([str(case), *wrong])
+
+
+def launcher_of(plan: Plan, arrays: dict, max_ctas: int | None = None) -> Callable[..., None]:
+    """Enqueues the kernels of a plan, with these arrays and a workspace, on the current stream.
+
+    ``arrays`` are inputs and results by name; dlse need not be there.
+    """
+    layouts = {name: Layout(tuple(x.shape), x.stride(), str(x.dtype).removeprefix("torch."))
+               for name, x in arrays.items()}
+    launcher = Launcher(plan, layouts, torch.cuda.current_device(), max_ctas)
+    pointers = [arrays[name].data_ptr() if name in arrays else 0
+                for name in params.ARRAYS[plan.direction]]
+
+    def launch(workspace: torch.Tensor | None = None) -> None:
+        launcher(list(pointers), 0 if workspace is None else workspace.data_ptr(),
+                 torch.cuda.current_stream().cuda_stream)
+
+    return launch
 
 
 def check(case: Case, inputs: dict | None = None) -> dict[str, torch.Tensor]:

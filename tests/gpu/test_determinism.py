@@ -5,9 +5,7 @@ import itertools
 
 import dashcupy
 import pytest
-from dashcupy import call, env, params, schedules
-from dashcupy.launch import Launcher
-from dashcupy.layout import Layout
+from dashcupy import call, env, schedules
 from dashcupy.problem import CAUSAL_OF_MASK
 
 from . import kernels
@@ -25,6 +23,7 @@ from .support import (
     digests,
     expect_same_bits,
     in_new_process,
+    launcher_of,
     limit,
     run,
     torch,
@@ -111,16 +110,12 @@ def test_random_delays(schedule, mask, head_dim):
         dataclasses.replace(kernel, defines=(*kernel.defines, ("DC_DELAY", 1)))
         for kernel in plan.kernels))
     into = {name: torch.empty_like(expected[name]) for name in ("dq", "dk", "dv")}
-    arrays = inputs | {name: expected[name] for name in ("out", "lse")} | into
-    launcher = Launcher(plan, {
-        name: Layout(tuple(x.shape), x.stride(), str(x.dtype).removeprefix("torch."))
-        for name, x in arrays.items()}, torch.cuda.current_device())
+    launch = launcher_of(plan, inputs | {name: expected[name] for name in ("out", "lse")} | into)
     workspace = torch.full((plan.workspace_bytes,), 0xFF, dtype=torch.uint8, device=DEVICE)
     for i in range(5):
         for x in into.values():
             x.fill_(float("nan"))
-        launcher([arrays[name].data_ptr() for name in params.ARRAYS["backward"]],
-                 workspace.data_ptr(), torch.cuda.current_stream().cuda_stream)
+        launch(workspace)
         expect_same_bits(into, {name: expected[name] for name in into}, f"{case}, repeat {i}")
 
 
@@ -144,7 +139,7 @@ def test_number_of_ctas(schedule, mask, head_dim):
     inputs = case.draw()
     expected = run(case, inputs)
     given = tuple(inputs[name] for name in "qkv") + (expected["out"], inputs["dout"],
-                                                     expected["lse"])
+                                                     expected["lse"], None)
     plan = dashcupy.attention_plan(*given[:3], causal=CAUSAL_OF_MASK[mask], schedule=schedule)
     for max_ctas in (1, 7, 64, 132):
         options = dict(causal=CAUSAL_OF_MASK[mask], schedule=schedule, max_ctas=max_ctas)

@@ -5,14 +5,22 @@ import math
 import os
 
 import pytest
-from dashcupy import driver, params
-from dashcupy.launch import Launcher
-from dashcupy.layout import Layout
+from dashcupy import driver
 from dashcupy.plan import Plan, make_plan
 from dashcupy.problem import Problem
 
 from . import kernels
-from .support import DEVICE, Case, bits, compile_plans, expect_right, limit, run, torch
+from .support import (
+    DEVICE,
+    Case,
+    bits,
+    compile_plans,
+    expect_right,
+    launcher_of,
+    limit,
+    run,
+    torch,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -68,20 +76,17 @@ def test_a_thousand_repeats(case):
     _, plan, delayed = plans_of(case)
     grads = {name: torch.empty_like(expected[name]) for name in ("dq", "dk", "dv")}
     given = inputs | {name: expected[name] for name in ("out", "lse")} | grads
-    layouts = {name: Layout(tuple(x.shape), x.stride(), str(x.dtype).removeprefix("torch."))
-               for name, x in given.items()}
-    launchers = [Launcher(one, layouts, torch.cuda.current_device()) for one in (plan, delayed)]
+    launches = [launcher_of(one, given) for one in (plan, delayed)]
     workspace = torch.full((plan.workspace_bytes,), 0xFF, dtype=torch.uint8, device=DEVICE)
-    pointers = [given[name].data_ptr() for name in params.ARRAYS["backward"]]
     wrong = torch.zeros(3, dtype=torch.int64, device=DEVICE)
-    load, stream = torch.cuda.Stream(), torch.cuda.current_stream().cuda_stream
+    load = torch.cuda.Stream()
     kernels.spin(1, 1, load.cuda_stream)
     for i in range(N_REPEAT):
         for x in grads.values():
             x.fill_(float("nan"))
         if i % 4 == 0:
             kernels.spin(10 + 37 * i % 100, 60_000 + 50_000 * (i % 5), load.cuda_stream)
-        launchers[i % 2](list(pointers), workspace.data_ptr(), stream)
+        launches[i % 2](workspace)
         wrong += torch.stack([(bits(x) != bits(expected[name])).any()
                               for name, x in grads.items()])
     count = dict(zip(grads, wrong.tolist()))

@@ -5,12 +5,10 @@ import dataclasses
 import dashcupy
 import pytest
 from dashcupy import env
-from dashcupy.launch import Launcher
-from dashcupy.layout import Layout
 from dashcupy.problem import CAUSAL_OF_MASK
 
 from . import truth
-from .support import Case, bits, expect_same_bits, torch
+from .support import Case, bits, expect_same_bits, launcher_of, torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
@@ -38,11 +36,7 @@ def launch(case: Case, inputs: dict, max_ctas: int | None = None, counter: bool 
         counter=kernel.counter if counter is None else counter)
     lse = q.new_empty(case.batch, case.n_q_head, case.q_len, dtype=torch.float32)
     x = {"q": q, "k": k, "v": v, "out": torch.empty_like(q), "lse": lse}
-    layouts = {name: Layout(tuple(a.shape), a.stride(), str(a.dtype).removeprefix("torch."))
-               for name, a in x.items()}
-    launcher = Launcher(dataclasses.replace(plan, kernels=(kernel,)), layouts, q.get_device(),
-                        max_ctas)
-    launcher([a.data_ptr() for a in x.values()], 0, torch.cuda.current_stream().cuda_stream)
+    launcher_of(dataclasses.replace(plan, kernels=(kernel,)), x, max_ctas)()
     return {"out": x["out"], "lse": lse}
 
 

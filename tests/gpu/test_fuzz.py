@@ -127,7 +127,7 @@ def test_sums_follow_every_schedule(keep, q_len, kv_len, head_dim, data):
     test_order.expect_ticket_order(case)
 
 
-# What may be wrong with q, k, v, dout, out and lse, and the options.
+# What may be wrong with q, k, v, dout, out, lse and dlse, and the options.
 MISTAKES = (
     lambda x: {"k": x["k"].cpu()}, lambda x: {"v": x["v"].cpu().float().numpy()},
     lambda x: {"k": x["k"].half()}, lambda x: {"lse": x["lse"].bfloat16()},
@@ -136,6 +136,8 @@ MISTAKES = (
     lambda x: {"q": x["q"][:, :, :3]}, lambda x: {"dout": x["dout"][:1]},
     lambda x: {"dout": x["dout"][..., :1].expand_as(x["dout"])},
     lambda x: {"out": x["out"][0]}, lambda x: {"lse": x["lse"].mT},
+    lambda x: {"dlse": x["lse"].mT}, lambda x: {"dlse": x["lse"][..., :1].expand_as(x["lse"])},
+    lambda x: {"dlse": x["lse"].half()}, lambda x: {"dlse": x["lse"].cpu()},
     lambda x: {name: x[name][..., :60] for name in ("q", "k", "v", "dout", "out")},
     lambda x: {"q": x["q"].to_sparse()}, lambda x: {"k": None},
     lambda x: {"grads": (x["q"], None, None)}, lambda x: {"grads": (None, x["dout"], None)},

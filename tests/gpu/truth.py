@@ -28,7 +28,8 @@ def visible(q_len: int, kv_len: int, mask: str, device) -> torch.Tensor:
     return torch.arange(kv_len, device=device) <= rows + offset
 
 
-def attention(q, k, v, dout, mask: str, scale: float | None = None, dtype=None) -> dict:
+def attention(q, k, v, dout, mask: str, scale: float | None = None, dtype=None,
+              dlse=None) -> dict:
     """Results of forward and backward by the plain formula.
 
     Parameters
@@ -40,6 +41,8 @@ def attention(q, k, v, dout, mask: str, scale: float | None = None, dtype=None) 
     dtype : torch.dtype, optional
         None: everything in float64. Else the yardstick: sums in float32, and what a matrix
         product reads is rounded to this dtype.
+    dlse : tensor, [batch, n_q_head, q_len], optional
+        Gradient with respect to lse; not looked at where a row sees no key.
 
     Returns
     -------
@@ -62,7 +65,10 @@ def attention(q, k, v, dout, mask: str, scale: float | None = None, dtype=None) 
         scores.new_full((*scores.shape[:-1], 1), float("-inf"))
     p = torch.where(lse == float("-inf"), 0.0, torch.exp(scores - lse))
     out = operand(operand(p) @ v_)
-    ds = operand(p * (dout_ @ v_.mT - (out * dout_).sum(-1, keepdim=True)))
+    delta = (out * dout_).sum(-1, keepdim=True)
+    if dlse is not None:
+        delta -= torch.where(lse == float("-inf"), 0.0, dlse[..., None].to(sums))
+    ds = operand(p * (dout_ @ v_.mT - delta))
     dv = _sum_groups(operand(p).mT @ dout_, group)
     dk = _sum_groups(ds.mT @ q_, group) * scale
     dq = ds @ k_ * scale
