@@ -96,20 +96,9 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
       const float lse_log2 = ld_shared_f32(lse_at), lse_log2_8 = ld_shared_f32(lse_at + 32);
       random_delay(t);
       mbarrier_wait(smem_address(&barriers.p_empty[stage]), empty_parity(use));
-      if (warp_uniform(batch.masked != 0)) {
-        const int thread = thread_index() % WARPGROUP_SIZE;
-        hide_unseen(s, Mask{params.q_len, params.kv_len, params.mask_offset},
-                    step.q_tile * Q_TILE + 16 * (thread / WARP_SIZE) + thread % WARP_SIZE / 4,
-                    batch.row0 + 2 * (thread % 4));
-      }
-      const u32 p_at = transposed_fragment(smem_address(smem.p[stage]), warp, lane);
-#pragma unroll
-      for (int k = 0; k < N_KEY_STEP; ++k) {
-        u32 p[4];
-        take_exponentials(p, s, k, params.scale_log2, lse_log2, lse_log2_8);
-        stmatrix_x4_trans(p_at + 16 * k * PANEL_ROW_BYTES, p[0], p[1], p[2], p[3]);
-      }
-      fence_async_smem();
+      hide_unseen_of(s, params, batch, step);
+      store_exponentials(s, transposed_fragment(smem_address(smem.p[stage]), warp, lane),
+                         params.scale_log2, lse_log2, lse_log2_8);
       mbarrier_arrive_warp(smem_address(&barriers.p_full[stage]), lane);
 
       const u32 delta_at = smem_address(&smem.delta[q_stage][row]);

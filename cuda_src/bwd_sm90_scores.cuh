@@ -2,6 +2,7 @@
 #pragma once
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/stmatrix.cuh"
 #include "ptx/warpgroup.cuh"
 #include "tile/mask.cuh"
 
@@ -15,6 +16,18 @@ DC_FN void hide_unseen(float (&s)[N], const Mask& mask, int row, int key) {
 #pragma unroll
     for (int e = 0; e < 4; ++e)
       if (8 * j + e % 2 >= (e < 2 ? end : end_8)) s[4 * j + e] = -infinity();
+}
+
+// The same for a step, if its batch says so, and all of it by one warpgroup; who asks is read anew,
+// for registers are short.
+template <int N>
+DC_FN void hide_unseen_of(float (&s)[N], const BackwardParams& params, const Batch& batch,
+                          const Step& step) {
+  if (!warp_uniform(batch.masked != 0)) return;
+  const int thread = thread_index() % WARPGROUP_SIZE;
+  hide_unseen(s, Mask{params.q_len, params.kv_len, params.mask_offset},
+              step.q_tile * DC_Q_TILE + 16 * (thread / WARP_SIZE) + thread % WARP_SIZE / 4,
+              batch.row0 + 2 * (thread % 4));
 }
 
 // P of 16 keys, number k of the tile, in place of S; packed as an operand, too. Values of this
@@ -32,6 +45,20 @@ DC_FN void take_exponentials(u32 (&p)[4], float (&s)[N], int k, float scale_log2
     p[2 * j] = pack(x[0], x[1]);
     p[2 * j + 1] = pack(x[2], x[3]);
   }
+}
+
+// P of all keys in place of S, and to a tile with keys as rows, for products: `at` is this lane's
+// transposed_fragment there.
+template <int N>
+DC_FN void store_exponentials(float (&s)[N], u32 at, float scale_log2, float lse_log2,
+                              float lse_log2_8) {
+#pragma unroll
+  for (int k = 0; k < N / 8; ++k) {
+    u32 p[4];
+    take_exponentials(p, s, k, scale_log2, lse_log2, lse_log2_8);
+    stmatrix_x4_trans(at + 16 * k * PANEL_ROW_BYTES, p[0], p[1], p[2], p[3]);
+  }
+  fence_async_smem();
 }
 
 // dS of the same, from P and dP.
