@@ -28,9 +28,10 @@ from . import harness, timing
 SHAPE = (1, 128, 2, 64)  # batch, len, heads, head_dim
 CALLS_A_ROUND = 50
 GOAL_US = 60
-DIFFERENTIABLE = "differentiable, forward + backward"
+FORWARD, BOTH = ", forward", ", forward + backward"
+DIFFERENTIABLE = "differentiable"
 DIFFERENTIABLE_GOAL_US = 100
-SDPA = "sdpa of PyTorch, forward + backward"  # beside the line above: the machine's own share
+SDPA = "sdpa of PyTorch"  # beside the lines of the one above: the machine's own share
 CALLING_THREAD = ", one thread"  # no thread of autograd's for the backward
 AROUND_NOTHING = "differentiable, nothing computed"
 
@@ -71,7 +72,9 @@ def calls(arrays: list, make_workspace: Callable) -> dict[str, Callable[[], obje
 
 
 def differentiable(arrays: list) -> dict[str, Callable[[], object]]:
-    """Attention and the gradients of all three inputs, through autograd: ours and PyTorch's."""
+    """A call that autograd records, alone and with the gradients of all three inputs: ours and
+    PyTorch's.
+    """
     import torch
 
     from dashcupy.torch import attention
@@ -83,8 +86,10 @@ def differentiable(arrays: list) -> dict[str, Callable[[], object]]:
         views = [x.transpose(1, 2) for x in inputs]
         return torch.nn.functional.scaled_dot_product_attention(*views).transpose(1, 2)
 
-    return {DIFFERENTIABLE: lambda: torch.autograd.grad(attention(*inputs), inputs, dout),
-            SDPA: lambda: torch.autograd.grad(sdpa(), inputs, dout)}
+    return {DIFFERENTIABLE + FORWARD: lambda: attention(*inputs),
+            DIFFERENTIABLE + BOTH: lambda: torch.autograd.grad(attention(*inputs), inputs, dout),
+            SDPA + FORWARD: sdpa,
+            SDPA + BOTH: lambda: torch.autograd.grad(sdpa(), inputs, dout)}
 
 
 def on_each_thread(arrays: list, wait: Callable[[], None], rounds: int) -> list[dict]:
@@ -112,7 +117,7 @@ def around_nothing(rounds: int) -> list[dict]:
     run = call.run
     call.run = lambda direction, *_, **options: tuple(map(torch.empty, shapes[direction]))
     try:
-        call_nothing = differentiable(arrays)[DIFFERENTIABLE]
+        call_nothing = differentiable(arrays)[DIFFERENTIABLE + BOTH]
         return report("torch", {AROUND_NOTHING: call_nothing}, lambda: None, rounds)
     finally:
         call.run = run

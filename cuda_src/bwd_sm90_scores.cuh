@@ -61,7 +61,7 @@ DC_FN void store_exponentials(float (&s)[N], u32 at, float scale_log2, float lse
   fence_async_smem();
 }
 
-// dS of the same, from P and dP.
+// dS of 16 keys, number k, from P and dP.
 template <int N>
 DC_FN void multiply_scores(u32 (&ds)[N / 2], const float (&p)[N], const float (&dp)[N], int k,
                            float delta, float delta_8) {

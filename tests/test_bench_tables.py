@@ -229,5 +229,6 @@ def test_differentiable_calls_are_timed_on_each_thread(monkeypatch):
     assert [(record["call"].removesuffix(overhead.CALLING_THREAD), thread)
             for record, thread in zip(records, threads, strict=True)] == [
         (name, thread) for thread in (True, False)
-        for name in (overhead.DIFFERENTIABLE, overhead.SDPA)]
+        for what in (overhead.DIFFERENTIABLE, overhead.SDPA)
+        for name in (what + overhead.FORWARD, what + overhead.BOTH)]
     assert sum(record["call"].endswith(overhead.CALLING_THREAD) for record in records) == 2
