@@ -231,4 +231,4 @@ def test_differentiable_calls_are_timed_on_each_thread(monkeypatch):
         (name, thread) for thread in (True, False)
         for what in (overhead.DIFFERENTIABLE, overhead.SDPA)
         for name in (what + overhead.FORWARD, what + overhead.BOTH)]
-    assert sum(record["call"].endswith(overhead.CALLING_THREAD) for record in records) == 2
+    assert sum(record["call"].endswith(overhead.CALLING_THREAD) for record in records) == 4
