@@ -9,13 +9,13 @@
 // zero), bwd_postprocess after (dq from dq_accum).
 //
 //   Roles        warps   regs   does
-//   producer     0       24     k, v of a kv tile; q, lse, delta (CTA 0) or dout (CTA 1) of a step,
+//   producer     0       32     k, v of a kv tile; q, lse, delta (CTA 0) or dout (CTA 1) of a step,
 //                               for both CTAs
-//   turn         1       24     waits for the ticket of a step, and ends its turn
-//   exchange     2       24     dS -> the other CTA
-//   planner      3       24     works -> batches of steps for all other roles; CTA 0 takes them
+//   turn         1       32     waits for the ticket of a step, and ends its turn
+//   exchange     2       32     dS -> the other CTA
+//   planner      3       32     works -> batches of steps for all other roles; CTA 0 takes them
 //                               from the counter for both
-//   softmax      4..7    168    S, P, dP, dS, dq (bwd_sm90_d256_softmax.cuh)
+//   softmax      4..7    160    S, P, dP, dS, dq (bwd_sm90_d256_softmax.cuh)
 //   dv, dk       8..15   160    dv, dk -> global memory (bwd_sm90_d256_gradient.cuh)
 //
 // Barriers stand in bwd_sm90_d256_layout.cuh. Between pairs there is dq_semaphore, a word for each

@@ -49,12 +49,12 @@ DC_FN bool needs_mask(const Mask& mask, int row0, int key0) {
 }
 
 // Barrier          arrivals        signalled by                       waited on by  guards
-// q_full[s]        1 + bytes       producers: armed by the own one,   softmax       q, rows
-//                                  bytes from CTA 0
+// q_full[s]        1 + bytes       producers: armed by the own one,   softmax,      q, rows
+//                                  bytes from CTA 0                   producer 1
 // q_empty[s]       8 warps         dk of both CTAs, product of the    producer,     q, rows of
 //                                  step done                          CTA 0         both
-// dout_full[s]     1 + bytes       producers: armed by the own one,   softmax, dv   dout
-//                                  bytes from CTA 1
+// dout_full[s]     1 + bytes       producers: armed by the own one,   softmax, dv,  dout
+//                                  bytes from CTA 1                   producer 0
 // dout_empty[s]    16 warps        softmax and dv of both CTAs, dP    producer,     dout of both
 //                                  or product of the step done        CTA 1
 // kv_full          1 + bytes       producer                           softmax       k, k_other, v

@@ -1,4 +1,5 @@
-// The Hopper backwards that hold dk and dv transposed: accumulators whose columns become rows.
+// The Hopper backwards, accumulators whose columns become rows: dk and dv of those that hold them
+// transposed (bwd_sm90_d64, _d192), P and dS of those that store them so (_d192, _d256).
 //
 // Included behind a layout: KV_TILE.
 #pragma once

@@ -16,10 +16,11 @@ static_assert(N_BATCH > N_SOFTMAX, "else a ring of batches that all wait for one
 // as long as a step.
 //
 // Nothing hangs. A part waits for its turn and, beside that, for parts before it in the order of
-// its CTA alone (its own step and, in bwd_sm90_d64, the start of the warpgroup's next one); so the
-// machine of dashcupy/simulate.py that adds the parts of a CTA in order proves it. A CTA of a team
-// takes its next work when the turn of all its parts has come, as the contract of the schedules
-// asks (turns_came); what then is left of them waits for nobody.
+// its CTA alone (its own step and, in bwd_sm90_d64 and bwd_sm90_d256, the start of the next one; in
+// bwd_sm90_d256 those of both CTAs of the pair); so the machine of dashcupy/simulate.py that adds
+// the parts of a CTA, or of a pair, in order proves it. A CTA of a team takes its next work when
+// the turn of all its parts has come, as the contract of the schedules asks (turns_came; a pair:
+// in both CTAs); what then is left of them waits for nobody.
 //
 // With DC_UNORDERED no part waits for a turn, and all are added, to zeros that bwd_preprocess has
 // put there: to measure what the order costs.

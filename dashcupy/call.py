@@ -43,7 +43,8 @@ def run(direction: str, inputs: tuple[Any, ...], given: tuple[Any, ...], *,
     n_wanted
         How many of the results the caller gets; by default all.
     max_ctas
-        Upper limit on the CTAs of a persistent kernel; bits do not depend on it.
+        Upper limit on the CTAs of a persistent kernel, but for one cluster; bits do not depend on
+        it.
     """
     mask, scale = mask_from_causal(causal), number_from_scale(scale)
     require_name(schedule)

@@ -100,8 +100,8 @@ class BackwardLoop:
             tiles += 2 * score_bytes + self.dq_slots * dq_bytes + value_bytes
             barriers = 4 * self.q_stages + 3 + 2 * self.dq_slots
         else:
-            # Half of k of the other CTA; P, dS, and dS of the other CTA twice; lse and delta; steps
-            # left; the work.
+            # Half of k of the other CTA; a third half of dout; P twice, dS and that of the other
+            # CTA; lse and delta; steps left; the work.
             tiles += kv_bytes // 2 + q_bytes // 2 + 4 * score_bytes
             tiles += self.q_stages * 2 * 4 * self.q_tile + 4 * _N_BATCH + 4
             barriers = 2 * self.q_stages + 6 + 3 + 4 + 4 + 2 + 2
