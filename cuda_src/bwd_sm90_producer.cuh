@@ -1,4 +1,5 @@
-// The Hopper backwards from head_dim 72 on, the producer: tiles into shared memory, by tensor maps.
+// The Hopper backwards for head_dim 72 to 192, the producer: tiles into shared memory, by tensor
+// maps.
 //
 // Included behind a layout: tiles, ROW_TILE_BYTES (of lse and delta), N_Q_STAGE, N_DOUT_STAGE,
 // q_empty and dout_empty, ONE_STAGE (q and dout are handed back together), SharedStorage.

@@ -1,4 +1,5 @@
-// The Hopper backwards that hold dk and dv transposed: accumulators whose columns become rows.
+// The Hopper backwards that store scores, or dk and dv, transposed: accumulators whose columns
+// become rows.
 //
 // Included behind a layout: KV_TILE.
 #pragma once

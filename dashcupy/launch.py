@@ -76,7 +76,8 @@ class Launcher:
     device
         Number of the GPU.
     max_ctas
-        Upper limit on the CTAs of a persistent kernel; None: as many as are resident.
+        Upper limit on the CTAs of a persistent kernel, of which one cluster always runs; None: as
+        many as are resident.
 
     Raises
     ------
