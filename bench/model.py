@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from dashcupy import schedules
-from dashcupy.backward_table import BACKWARD_TABLE
+from dashcupy.backward_table import BACKWARD_TABLE, BackwardKernel
 from dashcupy.cli_schedule import MAX_STEPS
 from dashcupy.schedules import Shape
 from dashcupy.simulate import Costs, simulate
@@ -118,7 +118,7 @@ def fit(found: Sequence[Mapping]) -> Fit:
     """
     first = found[0]
     kernel = first["kernel"]["name"]
-    slots = BACKWARD_TABLE[kernel].slots
+    slots = BACKWARD_TABLE.get(kernel, BackwardKernel()).slots  # it may be one of the past
     writer = "pipelined" if slots else "serial"
     used = [r for r in found if ours.is_deterministic(r["schedule_used"])
             and r["seqlen"] <= _FIT_LENGTH] or list(found)

@@ -45,7 +45,8 @@ DC_FN void sum_gradient(SharedStorage& smem, const BackwardParams& params, int w
 #pragma unroll 1
       for (; t < end; ++t) {
         const int stage = t % N_STAGE;
-        const u32 a = descriptor_low(scores) + stage * (SCORE_BYTES / 16);
+        const u32 a = descriptor_low(smem_offset(IS_DV ? smem.p[0] : smem.ds)) +
+                      stage * (SCORE_BYTES / 16);
         random_delay(t);
         mbarrier_wait(scores_full + 8 * stage, full_parity(t / N_STAGE));
         if constexpr (IS_DV) {

@@ -182,10 +182,6 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
       send_dq<N_DQ / 4>(dq, 0, dq_at, send);
       end_turn_before();
     }
-    for (bool is_last = false; !is_last;) {
-      is_last = warp_uniform(smem.batches[n % N_BATCH].is_last != 0);
-      next_batch(barriers, n, lane);
-      if (!is_last) open_batch();
-    }
+    next_batch(barriers, n, lane);
   }
 }

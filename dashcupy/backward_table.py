@@ -66,8 +66,8 @@ BACKWARD_TABLE = {
     "bwd_sm90_d192": BackwardKernel(
         slots=1, group_rows=2**14, group_heads=(1, 1), team_tiles=(range(0), range(4, 129)),
         causal="shortest_first", groups=("", "descending")),
-    # One head in flight, or two where its works are uneven. Teams where a head has kv tiles enough
-    # and one team, or two, hold all of it.
+    # Of long heads one is in flight, or two where works are uneven. Teams where a head has kv tiles
+    # enough and one team, or two, hold all of it.
     "bwd_sm90_d256": BackwardKernel(
         group_rows=2**14, group_heads=(1, 2), team_tiles=(range(16, 129), range(64, 129)),
         causal="shortest_first", groups=("ascending", "descending")),

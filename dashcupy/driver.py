@@ -111,7 +111,7 @@ def occupancy(function: int, threads: int, smem_bytes: int) -> int:
     """
     count = ctypes.c_int()
     call("cuOccupancyMaxActiveBlocksPerMultiprocessor", ctypes.byref(count),
-          ctypes.c_void_p(function), threads, ctypes.c_size_t(smem_bytes))
+         ctypes.c_void_p(function), threads, ctypes.c_size_t(smem_bytes))
     return count.value
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from . import counters, driver, modules, schedules, tensor_map
 from .arguments import Arguments, used_strides
 from .config import workers
-from .errors import DeviceError, HangError, InvalidInputError
+from .errors import DeviceError, HangError, InvalidInputError, UnsupportedError
 from .kernel_launch import KernelLaunch, resident_clusters
 from .layout import Layout
 from .plan import Plan
@@ -76,8 +76,8 @@ class Launcher:
     device
         Number of the GPU.
     max_ctas
-        Upper limit on the CTAs of a persistent kernel, but for one cluster; None: as many as are
-        resident.
+        Upper limit on the CTAs of a persistent kernel, of which one cluster always runs; None: as
+        many as are resident.
 
     Raises
     ------
@@ -177,6 +177,10 @@ class _LoadedKernel:
         self._grid = kernel.grid
         if kernel.persistent:
             resident = resident_workers(kernel, self._function, device)
+            if resident == 0:
+                raise UnsupportedError(
+                    f"{kernel.kernel} runs in {workers(kernel.cluster)}, and this GPU "
+                    f"({driver.device(device).name}) has no room for one: use a larger part of it")
             if max_ctas is not None:
                 resident = min(resident, max(max_ctas // kernel.cluster, 1))
             if plan.schedule is not None:

@@ -51,7 +51,8 @@ class Plan:
     cleared
         Regions that the host sets to zero before the launch.
     team_size
-        CTAs that wait for one another and so must be resident together; 1: none.
+        CTAs, or clusters of them, that wait for one another and so must be resident together; 1:
+        none.
     fingerprint
         Names all that the bits depend on, but for the values and for the NVRTC that compiles the
         kernels: equal fingerprints promise equal bits under one NVRTC version. Across versions

@@ -24,7 +24,7 @@ class KernelPlan:
         Config block, as sorted (name, value) pairs.
     grid, grid_text
         CTAs, and how they are counted. For a ``persistent`` kernel: pieces of work, of which
-        as many CTAs as are resident take one after another.
+        as many CTAs, or clusters of them, as are resident take one after another.
     threads, smem_bytes
         Threads and dynamic shared memory of a CTA.
     params, maps

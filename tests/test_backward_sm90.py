@@ -285,6 +285,10 @@ def test_grid_of_clusters(monkeypatch, n_sm, max_ctas, grid):
     with fake_gpu(monkeypatch, n_sm=7) as gpu:
         with pytest.raises(UnsupportedError, match="needs 4 clusters of 2 CTAs.*only 3"):
             dashcupy.attention_backward(**x, schedule="shift")
+    with fake_gpu(monkeypatch, n_sm=1) as gpu:
+        with pytest.raises(UnsupportedError, match="clusters of 2 CTAs, and this GPU .*no room"):
+            dashcupy.attention_backward(**x)
+        assert not gpu.launches
 
 
 def test_launches_on_many_streams(monkeypatch):

@@ -90,6 +90,14 @@ def test_what_cannot_be_simulated_is_left_out():
     assert model.predict(found) == {"fits": [], "predictions": []}
 
 
+def test_records_of_a_kernel_that_is_gone_are_simulated():
+    """They stay in a results file until their cells are measured again."""
+    from bench import model
+    found = _records(Costs(1.0, 0.2, 0.0, 2, "pipelined"), 0.2, 3.0, KERNEL | {"name": "bwd_gone"})
+    made, = model.predict(found)["fits"]
+    assert made["kernel"] == "bwd_gone" and made["error"] < 1e-3
+
+
 def test_a_model_belongs_to_its_times(tmp_path):
     # A model of older times that stays beside newer ones unnoticed.
     from bench import model, show

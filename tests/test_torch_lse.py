@@ -5,7 +5,7 @@ import functools
 import dashcupy
 import pytest
 from dashcupy import call
-from dashcupy.errors import UnsupportedError
+from dashcupy.errors import InvalidInputError, UnsupportedError
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -225,3 +225,14 @@ def test_lse_is_not_recorded_where_nothing_is():
     with torch.no_grad():
         assert not both(q, k, v)[1].requires_grad
     assert not both(q.detach(), k.detach(), v.detach())[1].requires_grad
+
+
+@pytest.mark.parametrize("odd", ["dout", "k", "lse", "dlse"])
+def test_one_array_of_another_device_is_refused(odd):
+    """torch asks only for shapes where one is meta, and would give memory that nobody wrote."""
+    q, k, v = (x.detach() for x in tensors())
+    out, lse = both(q, k, v)
+    x = {"dout": out, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": lse}
+    x[odd] = x[odd].to("meta")
+    with pytest.raises(InvalidInputError, match=f"{odd} is on meta.*one device"):
+        torch.ops.dashcupy.attention_backward(*x.values(), "causal", None, "auto")

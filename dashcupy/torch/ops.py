@@ -101,6 +101,13 @@ def _backward(arrays: Sequence[torch.Tensor | None], mask: str, scale: float | N
     return _unwrapped(grads or results)
 
 
+def _require_one_device(tensors: dict[str, torch.Tensor]) -> None:
+    """Refuse a mixture, of which torch would make uninitialised results where one is meta."""
+    if len({x.device for x in tensors.values()}) > 1:
+        places = ", ".join(f"{name} is on {x.device}" for name, x in tensors.items())
+        raise InvalidInputError(f"{places}: all must be on one device; move them")
+
+
 def _unwrapped(grads: tuple[torch.Tensor, ...]) -> Any:
     return grads[0] if len(grads) == 1 else grads
 
@@ -109,9 +116,7 @@ def _fake_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     *arrays, mask, scale, schedule = arguments
     is_deterministic(schedule, mask)
     q, k, v = _split(arrays)
-    if not q.device == k.device == v.device:
-        raise InvalidInputError(f"q is on {q.device}, k on {k.device} and v on {v.device}: all "
-                                f"must be on one device; move them")
+    _require_one_device({"q": q, "k": k, "v": v})
     layouts = {name: Layout(x.shape, None, str(x.dtype).removeprefix("torch."))
                for name, x in zip("qkv", (q, k, v))}
     # Not the default scale, a root of a size that may be symbolic.
@@ -122,7 +127,9 @@ def _fake_forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _fake_backward(dout: torch.Tensor, *arguments: Any) -> Any:
-    arrays = arguments[:-6]
+    *arrays, out, lse, dlse, mask, scale, schedule = arguments
+    tensors = zip((*"qkv", "out", "dout", "lse", "dlse"), (*_split(arrays), out, dout, lse, dlse))
+    _require_one_device({name: x for name, x in tensors if x is not None})
     return _unwrapped(tuple(x.new_empty(x.shape) for x in arrays))
 
 
