@@ -152,7 +152,7 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
       ++t;
       wgmma_wait<0>();
     }
-    // Goes round once: the last step is in the last batch. Without a loop ptxas serialises products.
+    // Once round: the last step is in the last batch. Without a loop ptxas serialises the products.
     for (bool is_last = false; !is_last;) {
       is_last = warp_uniform(smem.batches[n % N_BATCH].is_last != 0);
       next_batch(barriers, n, lane);
