@@ -43,6 +43,14 @@ _NO_CONTEXT = 201
 GLOBAL, RELAXED = 0, 2  # CUstreamCaptureMode
 
 
+def _read_config(config):
+    """Sizes and stream of a CUlaunchConfig, and its attributes: the first word of each, by id."""
+    *values, attributes, count = struct.unpack(
+        _LAUNCH_CONFIG, ctypes.string_at(config, struct.calcsize(_LAUNCH_CONFIG)))
+    return *values, dict(struct.iter_unpack(_ATTRIBUTE, ctypes.string_at(
+        attributes, count * struct.calcsize(_ATTRIBUTE))))
+
+
 class FakeArray:
     """What dashcupy sees of a cupy.ndarray; it has an address and no memory."""
 
@@ -216,13 +224,10 @@ class FakeGpu:
 
     def _clusters(self, to, function, config):
         """As many as SMs give, two CTAs a cluster: the driver asks for its size as an attribute."""
-        *_, attributes, count = struct.unpack(
-            _LAUNCH_CONFIG, ctypes.string_at(config, struct.calcsize(_LAUNCH_CONFIG)))
-        flags = dict(struct.iter_unpack(_ATTRIBUTE, ctypes.string_at(
-            attributes, count * struct.calcsize(_ATTRIBUTE))))
         if not self.stack:
             return _NO_CONTEXT
-        to[0] = self.n_sm // flags[_CLUSTER_DIMENSION]
+        *_, attributes = _read_config(config)
+        to[0] = self.n_sm // attributes[_CLUSTER_DIMENSION]
         return 0
 
     def _load(self, kernel, defines, device, smem_bytes):
@@ -250,12 +255,9 @@ class FakeGpu:
         return 0
 
     def _launch_ex(self, config, function, arguments, extra):
-        *sizes, stream, attributes, count = struct.unpack(
-            _LAUNCH_CONFIG, ctypes.string_at(config, struct.calcsize(_LAUNCH_CONFIG)))
-        flags = dict(struct.iter_unpack(_ATTRIBUTE, ctypes.string_at(
-            attributes, count * struct.calcsize(_ATTRIBUTE))))
-        return self._launch({number for number, flag in flags.items() if flag == 1}, function,
-                            *sizes, stream, arguments)
+        *sizes_and_stream, attributes = _read_config(config)
+        return self._launch({number for number, flag in attributes.items() if flag == 1}, function,
+                            *sizes_and_stream, arguments)
 
     def _launch(self, attributes, function, gx, gy, gz, bx, by, bz, smem, stream, arguments):
         if not self.stack:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from dashcupy import driver, params, schedules
 from dashcupy.launch import Launcher
 from dashcupy.layout import Layout
 from dashcupy.plan import Plan
-from dashcupy.problem import CAUSAL_OF_MASK
+from dashcupy.problem import CAUSAL_OF_MASK, Problem
 
 from . import truth
 from .truth import torch
@@ -50,6 +51,12 @@ class Case:
     schedule: str = "auto"
     factor: float = 1.0
     seed: int = 0
+
+    @property
+    def problem(self) -> Problem:
+        """What plans are made of, with the scale that calls have by default."""
+        return Problem(self.batch, self.q_len, self.kv_len, self.n_q_head, self.n_kv_head,
+                       self.head_dim, self.dtype, self.mask, 1 / math.sqrt(self.head_dim))
 
     def replace(self, **changes) -> Case:
         """The same, but for these fields."""

@@ -1,13 +1,11 @@
 """A thousand repeats of one backward while others load the GPU; many small calls in a row."""
 
 import dataclasses
-import math
 import os
 
 import pytest
 from dashcupy import driver
 from dashcupy.plan import Plan, make_plan
-from dashcupy.problem import Problem
 
 from . import kernels
 from .support import (
@@ -47,10 +45,8 @@ if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
 
 def plans_of(case: Case) -> list[Plan]:
     """Forward, backward, and a backward of which warps of bwd_sm90 pause now and then."""
-    problem = Problem(case.batch, case.q_len, case.kv_len, case.n_q_head, case.n_kv_head,
-                      case.head_dim, case.dtype, case.mask, 1 / math.sqrt(case.head_dim))
     capability = driver.device(0).compute_capability
-    forward, plan = (make_plan(problem, direction, capability, case.schedule)
+    forward, plan = (make_plan(case.problem, direction, capability, case.schedule)
                      for direction in ("forward", "backward"))
     delayed = dataclasses.replace(plan, kernels=tuple(
         dataclasses.replace(kernel, defines=(*kernel.defines, ("DC_DELAY", 1)))

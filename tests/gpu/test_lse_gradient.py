@@ -22,7 +22,7 @@ import dashcupy.torch
 import pytest
 from dashcupy import env
 from dashcupy.plan import make_plan
-from dashcupy.problem import CAUSAL_OF_MASK, Problem
+from dashcupy.problem import CAUSAL_OF_MASK
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.gpu
@@ -54,9 +54,7 @@ def gradients(case, inputs, forward, dlse, portable=False):
     """dq, dk and dv, by the kernels of this GPU or the portable ones."""
     if not portable:
         return dict(zip(GRADS, backward(case, inputs, forward["out"], forward["lse"], dlse=dlse)))
-    problem = Problem(case.batch, case.q_len, case.kv_len, case.n_q_head, case.n_kv_head,
-                      case.head_dim, case.dtype, case.mask, case.head_dim ** -0.5)
-    plan = make_plan(problem, "backward", (8, 0), case.schedule)
+    plan = make_plan(case.problem, "backward", (8, 0), case.schedule)
     assert [kernel.kernel for kernel in plan.kernels] == ["bwd_preprocess", "bwd_sm80"]
     grads = {f"d{name}": torch.full_like(inputs[name], float("nan")) for name in "qkv"}
     arrays = inputs | {name: forward[name] for name in ("out", "lse")} | grads
@@ -238,9 +236,12 @@ def attention(case, q, k, v):
     return dashcupy.torch.attention(q, k, v, causal=CAUSAL_OF_MASK[case.mask], return_lse=True)
 
 
+def loss_of_out(results, dout):
+    return (results[0].float() * dout.float()).sum()
+
+
 def z_loss(results, dout):
-    out, lse = results
-    return (out.float() * dout.float()).sum() + 0.5 * (lse**2).sum()
+    return loss_of_out(results, dout) + 0.5 * (results[1]**2).sum()
 
 
 def by_autograd(case, inputs, function=attention, loss=z_loss):
@@ -288,8 +289,7 @@ def test_gradients_of_any_layout(change):
 
 def test_an_lse_that_is_not_used():
     inputs = CASE.draw()
-    got = by_autograd(CASE, inputs, loss=lambda results, dout: (
-        results[0].float() * dout.float()).sum())
+    got = by_autograd(CASE, inputs, loss=loss_of_out)
     expect_same_bits(got, {name: run(CASE, inputs)[name] for name in GRADS}, "not used")
 
 
@@ -317,7 +317,7 @@ def test_graphed_callables(uses_lse):
     q, k, v = (inputs[name].detach().requires_grad_() for name in "qkv")
     graphed = torch.cuda.make_graphed_callables(
         lambda q, k, v: attention(CASE, q, k, v), (q, k, v))
-    loss = z_loss if uses_lse else lambda results, dout: (results[0].float() * dout.float()).sum()
+    loss = z_loss if uses_lse else loss_of_out
     forward = run(CASE, inputs)
     expected = gradients(CASE, inputs, forward, forward["lse"] if uses_lse else None)
     for _ in range(3):
