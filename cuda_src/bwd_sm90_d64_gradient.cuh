@@ -25,21 +25,28 @@ DC_FN void sum_gradients(SharedStorage& smem, const BackwardParams& params, int 
         const u32 p = descriptor_low(smem_address(smem.p), SCORE_PANEL_BYTES) +
                       w * (SCORE_BYTES / 16);
         random_delay(t);
-        mbarrier_wait(smem_address(&barriers.scores_full[w]), full_parity(t / N_SOFTMAX));
+        mbarrier_wait(smem_address(&barriers.p_full[w]), full_parity(t / N_SOFTMAX));
+        fence_async_smem();
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < Q_TILE / 16; ++k)
           wgmma_ss<MN_MAJOR, MN_MAJOR>(
               dv, descriptor(q + (N_STAGE * Q_TILE_BYTES + k * K_STEP_ROWS_BYTES) / 16),
               descriptor(p + k * K_STEP_ROWS_BYTES / 16));
+        wgmma_commit();
+        mbarrier_wait(smem_address(&barriers.ds_full[w]), full_parity(t / N_SOFTMAX));
+        fence_async_smem();
+        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < Q_TILE / 16; ++k)
           wgmma_ss<MN_MAJOR, MN_MAJOR>(
               dk, descriptor(q + k * K_STEP_ROWS_BYTES / 16),
               descriptor(p + (N_SOFTMAX * SCORE_BYTES + k * K_STEP_ROWS_BYTES) / 16));
         wgmma_commit();
+        wgmma_wait<1>();
+        mbarrier_arrive_warp(smem_address(&barriers.p_empty[w]), lane);
         wgmma_wait<0>();
-        mbarrier_arrive_warp(smem_address(&barriers.scores_empty[w]), lane);
+        mbarrier_arrive_warp(smem_address(&barriers.ds_empty[w]), lane);
         mbarrier_arrive_warp(smem_address(&barriers.stage_empty[stage]), lane);
       }
       if (warp_uniform(batch.is_last != 0)) break;

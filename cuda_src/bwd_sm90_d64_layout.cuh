@@ -36,8 +36,10 @@ DC_FN bool needs_mask(const Mask& mask, int row0, int key0) {
 // stage_empty[s]   gradient warps  gradient, dk of the step done      producer      q, dout, rows
 // kv_full[s]       1 + bytes       producer                           softmax       k, v
 // kv_empty[s]      softmax warps   softmax, last dq of the tile done  producer      k, v
-// scores_full[w]   4 warps         softmax w, P and dS stored         gradient      p, ds
-// scores_empty[w]  gradient warps  gradient, dk of the step done      softmax w     p, ds
+// p_full[w]        4 warps         softmax w, P stored                gradient      p
+// p_empty[w]       gradient warps  gradient, dv of the step done      softmax w     p
+// ds_full[w]       4 warps         softmax w, dS stored               gradient      ds
+// ds_empty[w]      gradient warps  gradient, dk of the step done      softmax w     ds
 // turn[w]          1               turn warp w, ticket has come       softmax w     dq_accum
 // dq_added[w]      4 warps         softmax w, part of dq sent         turn warp w   dq_accum, turn
 // batch_full[s]    1               planner                            all others    batches
@@ -54,7 +56,8 @@ DC_FN bool needs_mask(const Mask& mask, int row0, int key0) {
 struct Barriers {
   u64 stage_full[N_STAGE], stage_empty[N_STAGE];
   u64 kv_full[N_KV_STAGE], kv_empty[N_KV_STAGE];
-  u64 scores_full[N_SOFTMAX], scores_empty[N_SOFTMAX];
+  u64 p_full[N_SOFTMAX], p_empty[N_SOFTMAX];
+  u64 ds_full[N_SOFTMAX], ds_empty[N_SOFTMAX];
   u64 turn[N_SOFTMAX], dq_added[N_SOFTMAX];
   u64 batch_full[N_BATCH], batch_begun[N_BATCH], batch_empty[N_BATCH];
   u64 turns_came;
@@ -95,8 +98,10 @@ DC_FN void init_barriers(SharedStorage& smem) {
   }
 #pragma unroll
   for (int w = 0; w < N_SOFTMAX; ++w) {
-    init_barrier(b.scores_full[w], 4);
-    init_barrier(b.scores_empty[w], GRADIENT_WARPS);
+    init_barrier(b.p_full[w], 4);
+    init_barrier(b.p_empty[w], GRADIENT_WARPS);
+    init_barrier(b.ds_full[w], 4);
+    init_barrier(b.ds_empty[w], GRADIENT_WARPS);
     init_barrier(b.turn[w], 1);
     init_barrier(b.dq_added[w], 4);
   }

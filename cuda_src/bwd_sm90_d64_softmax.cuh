@@ -38,8 +38,10 @@ DC_FN void start_scores(float (&s)[64], u32 a, u32 b) {
 DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int w, int warp,
                           int lane) {
   const Barriers& barriers = smem.barriers;
-  const u32 scores_full = smem_address(&barriers.scores_full[w]);
-  const u32 scores_empty = smem_address(&barriers.scores_empty[w]);
+  const u32 p_full = smem_address(&barriers.p_full[w]);
+  const u32 p_empty = smem_address(&barriers.p_empty[w]);
+  const u32 ds_full = smem_address(&barriers.ds_full[w]);
+  const u32 ds_empty = smem_address(&barriers.ds_empty[w]);
   const u32 turn = smem_address(&barriers.turn[w]), dq_added = smem_address(&barriers.dq_added[w]);
   // This lane's 16 bytes of a fragment of 16 columns, as stmatrix wants them; column chunks k are
   // at ^ (k % 4 * 32), and a panel on for k > 3.
@@ -118,7 +120,7 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
         hide_unseen(s, Mask{params.q_len, params.kv_len, params.mask_offset},
                     step.q_tile * Q_TILE + row, batch.row0 + 2 * (lane % 4));
       random_delay(t);
-      mbarrier_wait(scores_empty, empty_parity(use));
+      mbarrier_wait(p_empty, empty_parity(use));
       if (send != Send::NOTHING) mbarrier_wait(turn, full_parity(use - 1));
 #pragma unroll
       for (int k = 0; k < N_KEY_STEP; ++k) {
@@ -129,10 +131,15 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
         stmatrix_x4(fragment(p_at, k), p[0], p[1], p[2], p[3]);
       }
       if (send != Send::NOTHING) mbarrier_arrive_warp(dq_added, lane);
+      dq_at = reinterpret_cast<float4*>(params.dq_accum) +
+              i64(step.tile_index) * (Q_TILE * HEAD_DIM / 4) + 32 * warp + lane;
+      send = how_to_send(step);
       start_scores(dp, q_rows(t) + (N_STAGE * Q_TILE_BYTES) / 16, v_rows);
       wgmma_commit();
+      mbarrier_arrive_warp(p_full, lane);
       const u32 delta_at = smem_address(&smem.delta[t % N_STAGE][row]);
       const float delta = ld_shared_f32(delta_at), delta_8 = ld_shared_f32(delta_at + 32);
+      mbarrier_wait(ds_empty, empty_parity(use));
       wgmma_wait<0>();
 #pragma unroll
       for (int k = 0; k < N_KEY_STEP; ++k) {
@@ -150,16 +157,12 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
           wgmma_rs<MN_MAJOR>(dq, ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3], b);
       }
       wgmma_commit();
-      fence_async_smem();  // P and dS: ordinary stores, read by wgmma of the gradient warps
-      mbarrier_arrive_warp(scores_full, lane);
       if (t + N_SOFTMAX < kv_end) {
         wait_for_stage(t + N_SOFTMAX);
         start_scores(s, q_rows(t + N_SOFTMAX), k_rows);
         wgmma_commit();
       }
-      dq_at = reinterpret_cast<float4*>(params.dq_accum) +
-              i64(step.tile_index) * (Q_TILE * HEAD_DIM / 4) + 32 * warp + lane;
-      send = how_to_send(step);
+      mbarrier_arrive_warp(ds_full, lane);
       t += N_SOFTMAX;
       if (t < kv_end) look_up(t);  // under S; `step` is another one from here on
       wgmma_wait<0>();             // dq and S

@@ -89,7 +89,7 @@ class BackwardLoop:
             # k and v again; lse and delta; P and dS of two warpgroups; dk and dv; steps left.
             tiles += 2 * kv_bytes + self.q_stages * 2 * 4 * self.q_tile + 4 * score_bytes
             tiles += 2 * kv_bytes + 4 * _N_BATCH
-            barriers = 2 * self.q_stages + 2 * 2 + 4 * 2
+            barriers = 2 * self.q_stages + 2 * 2 + 6 * 2
         elif self.kernel == "bwd_sm90_d192":
             # P and dS twice; lse and delta; steps left.
             tiles += 4 * score_bytes + self.q_stages * 2 * 4 * self.q_tile + 4 * _N_BATCH
