@@ -70,6 +70,9 @@ struct Barriers {
 constexpr bool ONE_STAGE = false;
 DC_FN const u64& q_empty(const Barriers& b, int stage) { return b.q_empty[stage]; }
 DC_FN const u64& dout_empty(const Barriers& b, int stage) { return b.dout_empty[stage]; }
+DC_FN void wait_for_v(const Barriers& b, int n_kv_tile, int) {
+  mbarrier_wait(smem_address(&b.v_empty), empty_parity(n_kv_tile));
+}
 constexpr int GRADIENTS = 1;  // named barriers
 constexpr int BATCH_READERS = 1 + N_SOFTMAX + 3 * WARPS;
 

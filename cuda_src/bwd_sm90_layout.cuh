@@ -39,10 +39,9 @@ DC_FN bool needs_mask(const Mask& mask, int row0, int key0) {
 // dout_full[s]      1 + bytes      producer                            consumers      dout
 // stage_empty[s]    consumer warps consumers, step done                producer       q, rows, dout
 // kv_full           1 + bytes      producer                            consumers      k, v
-// v_empty           consumer warps consumers, last step done           producer       v
 // k_empty           consumer warps consumers, last dq done             producer       k
-// ds_full[s]        consumer warps consumers, dS stored, dq of the     consumers      ds
-//                                  step before done
+// ds_full[s]        consumer warps consumers, dS stored, dq of the     consumers,     ds; after the
+//                                  step before done                    producer       last step v
 // dq_full[s]        consumer warps consumers, dq_part stored           dq_writer s    dq
 // dq_empty[s]       1              dq_writer s, dq_part added          consumers      dq
 // batch_full[s]     1              planner                             all others     batches
@@ -52,7 +51,7 @@ DC_FN bool needs_mask(const Mask& mask, int row0, int key0) {
 //                                  a work has come
 struct Barriers {
   u64 q_full[N_STAGE], dout_full[N_STAGE], stage_empty[N_STAGE];
-  u64 kv_full, v_empty, k_empty;
+  u64 kv_full, k_empty;
   u64 ds_full[N_STAGE], dq_full[N_STAGE], dq_empty[N_STAGE];
   u64 batch_full[N_BATCH], batch_begun[N_BATCH], batch_empty[N_BATCH];
   u64 turns_came;
@@ -60,6 +59,11 @@ struct Barriers {
 constexpr bool ONE_STAGE = true;
 DC_FN const u64& q_empty(const Barriers& b, int stage) { return b.stage_empty[stage]; }
 DC_FN const u64& dout_empty(const Barriers& b, int stage) { return b.stage_empty[stage]; }
+// dS of the step before is made of the last dP of its kv tile.
+DC_FN void wait_for_v(const Barriers& b, int, int t) {
+  if (t > 0)
+    mbarrier_wait(smem_address(&b.ds_full[(t - 1) % N_STAGE]), full_parity((t - 1) / N_STAGE));
+}
 constexpr int BATCH_READERS = 1 + N_WRITER + CONSUMER_WARPS;
 
 struct alignas(1024) SharedStorage {
@@ -93,7 +97,6 @@ DC_FN void init_barriers(SharedStorage& smem) {
   }
   init_batch_barriers(b, BATCH_READERS);
   init_barrier(b.kv_full, 1);
-  init_barrier(b.v_empty, CONSUMER_WARPS);
   init_barrier(b.k_empty, CONSUMER_WARPS);
   init_barrier(b.turns_came, N_WRITER);
   mbarrier_init_fence();

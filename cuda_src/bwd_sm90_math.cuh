@@ -255,7 +255,6 @@ DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int
     // dS of the step after the last would go there: no product reads it since the last wait_ds.
     const u32 staging = smem_address(smem.ds) + stage_of(t) * DS_BYTES;
     const auto fragment = [&](int k) { return me.fragment(k); };
-    if (!is_first) mbarrier_arrive_warp(smem_address(&barriers.v_empty), lane);
     float dq[DQ_COLUMNS / 2];
     wait_ds(smem, t - 1);
     start_dq(dq, smem, me, t - 1);  // of old bytes, and dropped, if the kv tile had no step

@@ -2,7 +2,8 @@
 // maps.
 //
 // Included behind a layout: tiles, ROW_TILE_BYTES (of lse and delta), N_Q_STAGE, N_DOUT_STAGE,
-// q_empty and dout_empty, ONE_STAGE (q and dout are handed back together), SharedStorage.
+// q_empty and dout_empty, ONE_STAGE (q and dout are handed back together), wait_for_v (until the
+// place of v is free for kv tile n, whose first step is t), SharedStorage.
 #pragma once
 
 // Loads k and v of each kv tile, and q, its rows' lse and delta, and dout of each step.
@@ -25,12 +26,6 @@ DC_FN void load_tiles(SharedStorage& smem, const BackwardParams& params, const B
     for (int i = 0; i < batch.count; ++i, ++t) {
       const bool new_kv_tile = i == 0 && batch.is_first;
       const u32 kv_full = smem_address(&barriers.kv_full);
-      if (new_kv_tile) {
-        mbarrier_wait(smem_address(&barriers.v_empty), empty_parity(n_kv_tile));
-        mbarrier_arrive_expect(kv_full, 2 * KV_TILE_BYTES);
-        load_panels(smem.v, KV_TILE_BYTES / N_PANEL, maps.v, kv_full, batch.row0, batch.kv_head,
-                    batch.batch);
-      }
       const int q_stage = t % N_Q_STAGE, dout_stage = t % N_DOUT_STAGE;
       const Step step = batch.steps[i];
       const int row = step.q_tile * Q_TILE - first_row;
@@ -51,18 +46,22 @@ DC_FN void load_tiles(SharedStorage& smem, const BackwardParams& params, const B
       bulk_load(smem_address(smem.lse_log2[q_stage]), params.lse_log2 + rows, Q_TILE * 4, q_full);
       bulk_load(smem_address(smem.delta[q_stage]), params.delta + rows, Q_TILE * 4, q_full);
 #endif
-      if (new_kv_tile) {  // before dout, which is needed later
-        mbarrier_wait(smem_address(&barriers.k_empty), empty_parity(n_kv_tile));
-        load_panels(smem.k, KV_TILE_BYTES / N_PANEL, maps.k, kv_full, batch.row0, batch.kv_head,
-                    batch.batch);
-        ++n_kv_tile;
-      }
       if (!ONE_STAGE)  // registers are short: no wait that cannot matter
         mbarrier_wait(smem_address(&dout_empty(barriers, dout_stage)),
                       empty_parity(t / N_DOUT_STAGE));
       mbarrier_arrive_expect(dout_full, Q_TILE_BYTES);
       load_panels(smem.dout[dout_stage], Q_TILE_BYTES / N_PANEL, maps.dout, dout_full, row, q_head,
                   batch.batch);
+      if (new_kv_tile) {  // behind q and dout, whose places are free before those of v and k
+        wait_for_v(barriers, n_kv_tile, t);
+        mbarrier_arrive_expect(kv_full, 2 * KV_TILE_BYTES);
+        load_panels(smem.v, KV_TILE_BYTES / N_PANEL, maps.v, kv_full, batch.row0, batch.kv_head,
+                    batch.batch);
+        mbarrier_wait(smem_address(&barriers.k_empty), empty_parity(n_kv_tile));
+        load_panels(smem.k, KV_TILE_BYTES / N_PANEL, maps.k, kv_full, batch.row0, batch.kv_head,
+                    batch.batch);
+        ++n_kv_tile;
+      }
     }
     free_batch(barriers, n);
   }

@@ -98,7 +98,7 @@ class BackwardLoop:
             # dS twice; dq; row values.
             dq_bytes = 4 * self.q_tile * self.head_dim_pad
             tiles += 2 * score_bytes + self.dq_slots * dq_bytes + value_bytes
-            barriers = 4 * self.q_stages + 3 + 2 * self.dq_slots
+            barriers = 4 * self.q_stages + 2 + 2 * self.dq_slots
         else:
             # Half of k of the other CTA; a third half of dout; P twice, dS and that of the other
             # CTA; lse and delta; steps left; the work.
