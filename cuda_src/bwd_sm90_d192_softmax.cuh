@@ -121,10 +121,9 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
       const auto accumulators = [&](int panel) -> float(&)[32] {
         return reinterpret_cast<float(&)[32]>((N_PANEL - panel) % 2 ? dp : s);
       };
+      mbarrier_arrive_warp(smem_address(&barriers.ds_full[stage]), lane);
       start_dq(accumulators(0), ds, k_rows, 0);
       start_dq(accumulators(1), ds, k_rows, 1);
-      fence_async_smem();
-      mbarrier_arrive_warp(smem_address(&barriers.ds_full[stage]), lane);
       float4* dq_at = reinterpret_cast<float4*>(params.dq_accum) +
                       i64(step.tile_index) * (Q_TILE * HEAD_DIM / 4) + 32 * warp + lane;
       const Send send = how_to_send(step);
@@ -132,20 +131,23 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
 #pragma unroll
       for (int i = 0; i < N_PANEL; ++i) {
         float(&dq)[32] = accumulators(i);
-        wgmma_wait<1>();  // panel i
-        keep_below(dq);
-        if (i == 0) mbarrier_wait(smem_address(&barriers.turn[0]), full_parity(t));
-        send_dq<8>(dq, 0, dq_at + i * (8 * WARPGROUP_SIZE), send);
-        if (i + 2 < N_PANEL) {
-          start_dq(dq, ds, k_rows, i + 2);
-        } else if (i + 2 == N_PANEL) {
+        if (i + 1 == N_PANEL) {  // additions read their registers late: two panels apart
+          start_dq(dq, ds, k_rows, i);
           if (t + 1 < kv_end) {
             start_s(t + 1);
           } else {          // an empty group
             wgmma_fence();  // without it ptxas puts one in, and says so
             wgmma_commit();
           }
+          wgmma_wait<1>();
+        } else if (i == 0) {
+          wgmma_wait<1>();
+        } else {
+          wgmma_wait<0>();
         }
+        keep_below(dq);
+        if (i == 0) mbarrier_wait(smem_address(&barriers.turn[0]), full_parity(t));
+        send_dq<8>(dq, 0, dq_at + i * (8 * WARPGROUP_SIZE), send);
       }
       if (t + 1 == kv_end) mbarrier_arrive_warp(smem_address(&barriers.k_empty), lane);
       mbarrier_arrive_warp(smem_address(&barriers.dq_added[0]), lane);
