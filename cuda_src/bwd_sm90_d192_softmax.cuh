@@ -6,8 +6,8 @@
 //   dP = dout v^T                   under it:
 //   P = exp2(S * scale_log2 - lse_log2)  -> p[t]
 //   dS = P (dP - delta)                  -> ds[t]
-//   dq = dS k                       64 columns at a time
-//   dq_part -> dq_accum             at its turn, while the next columns are computed
+//   dq = dS k                       64 columns at a time, the last when the first ones are sent
+//   dq_part -> dq_accum             at its turn
 //   S(t + 1) = q k^T                runs while the last columns are sent
 //
 // Registers of 136: S 48 + dP 48, whose places dq takes in turn, and dS packed 24.

@@ -52,7 +52,8 @@ DC_FN bool needs_mask(const Mask& mask, int row0, int key0) {
 //
 // The gradient warps read q, dout and rows last: they wait for P and dS, which are made of all
 // that the softmax warps read there. P and dS are written by ordinary stores and read by wgmma:
-// the writers' proxy fence stands before their arrival at scores_full.
+// the proxy fence is the readers', behind their wait, for the writers' would wait for their
+// additions to dq, too.
 struct Barriers {
   u64 stage_full[N_STAGE], stage_empty[N_STAGE];
   u64 kv_full[N_KV_STAGE], kv_empty[N_KV_STAGE];

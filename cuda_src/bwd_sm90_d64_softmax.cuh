@@ -7,10 +7,10 @@
 //   S(t)                            from the iteration before, or the start of the kv tile
 //   P = exp2(S * scale_log2 - lse_log2)  -> p[w]
 //   dq_part(t - 2) -> dq_accum      at its turn, between the exponentials
-//   dP = dout v^T                   when dq's registers are free
+//   dP = dout v^T                   when dq's registers are free; under it P is handed on
 //   dS = P (dP - delta)                  -> ds[w]
-//   dq = dS k                       under it: fence, and P and dS handed to the gradient warps
-//   S(t + 2) = q k^T                queued behind dq
+//   dq = dS k
+//   S(t + 2) = q k^T                queued behind dq; under both dS is handed on
 //
 // Registers of 160: S or P 64; dP 64, of which dS takes 32 packed and dq 32 in turn.
 #pragma once

@@ -6,10 +6,11 @@
 //
 // Step t (products of both warpgroups run beside one another and beside the other's arithmetic):
 //
-//   S  = -lse / scale + k q^T       rows[t], q[t]          -> P = exp2(S * scale_log2)
-//   dP = -delta       + v dout^T    rows[t], dout[t]       -> dS = P dP
-//   dv += P dout                    in 4 chunks, dS of a chunk computed under dv of the one before
-//   dS -> ds[t]
+//   S  = -lse / scale + k q^T       rows[t], q[t]
+//   dP = -delta       + v dout^T    rows[t], dout[t]; under it
+//   P  = exp2(S * scale_log2)
+//   dv += P dout                    behind dP; under it
+//   dS = P dP                       -> ds[t]
 //   dq(t - 1) = ds[t - 1]^T k       a step late: its dS has long been there
 //   dk += dS q
 //   dq_part(t - 1) -> dq[t - 1]
@@ -31,10 +32,10 @@ constexpr int KV_PANEL_BYTES = KV_TILE * PANEL_ROW_BYTES, Q_PANEL_BYTES = Q_TILE
 
 // What a consumer thread knows all along.
 struct Consumer {
-  int w, warp, lane;            // warpgroup among the consumers, warp within, lane
-  u32 k_rows, v_rows;           // low descriptors: its 64 keys as A of S and dP
-  u32 k_columns;                // k as B of dq: its columns
-  u32 fragment_at, swizzle_row;  // a lane's row in a tile of 128 byte rows, as stmatrix wants it
+  int w, warp, lane;   // warpgroup among the consumers, warp within, lane
+  u32 k_rows, v_rows;  // low descriptors: its 64 keys as A of S and dP
+  u32 k_columns;       // k as B of dq: its columns
+  u32 fragment_at;     // in ds[0]: the 16 bytes of a lane, as stmatrix wants them, of 16 q rows
 
   DC_FN Consumer(const SharedStorage& smem, int w, int warp, int lane)
       : w(w), warp(warp), lane(lane) {
@@ -42,13 +43,12 @@ struct Consumer {
     v_rows = descriptor_low(smem_address(smem.v) + w * 64 * PANEL_ROW_BYTES);
     k_columns = descriptor_low(smem_address(smem.k) + w * KV_PANEL_BYTES, KV_PANEL_BYTES);
     const u32 row = 64 * w + 16 * warp + lane % 16;
-    fragment_at = row * PANEL_ROW_BYTES;
-    swizzle_row = row % 8;
+    fragment_at = smem_address(smem.ds) + row * PANEL_ROW_BYTES + ((lane / 16 ^ row % 8) << 4);
   }
 
-  // From a tile of 128-byte rows to this lane's 16 bytes of the fragment of 16 columns number k.
-  DC_FN u32 fragment(int k) const {
-    return fragment_at + (((2 * k + lane / 16) ^ swizzle_row) << 4);
+  // The same of columns 16 k and on in `tile`, which has rows of 128 bytes.
+  DC_FN u32 fragment(const SharedStorage& smem, u32 tile, int k) const {
+    return (fragment_at ^ u32(k * K_STEP_BYTES)) + (tile - smem_address(smem.ds));
   }
 };
 
@@ -102,12 +102,14 @@ DC_FN void store_dq_part(const float (&dq)[N], SharedStorage& smem, const Consum
   mbarrier_arrive_warp(smem_address(&smem.barriers.dq_full[slot]), me.lane);
 }
 
-// Step t of the kernel (counted over all kv tiles), the first of its kv tile or not; its batch ends
-// before t_end, and all of it is cut by the diagonal, or nothing.
-template <int DQ_COLUMNS>
+// Step t of the kernel (counted over all kv tiles), in STAGE: a constant, for what is computed from
+// it would delay the products. The step is the first of its kv tile or not; its batch ends before
+// t_end, and all of it is cut by the diagonal, or nothing.
+template <int DQ_COLUMNS, int STAGE>
 DC_FN void visit(KvTile& kv, SharedStorage& smem, const BackwardParams& params, const Consumer& me,
-                 int t, int t_end, bool is_first, u32 delta_ones, u32 zero, const Batch& batch,
+                 int step, int t_end, bool is_first, u32 delta_ones, u32 zero, const Batch& batch,
                  bool masked) {
+  const int t = (step & ~1) | STAGE;  // `step`, but now stage_of(t) and stage_of(t - 1) are known
   const int stage = stage_of(t);
   const u32 q = stage * (Q_TILE_BYTES / 16);  // from stage 0, in units of descriptors
   const u32 q_rows = descriptor_low(smem_address(smem.q)) + q;
@@ -119,6 +121,7 @@ DC_FN void visit(KvTile& kv, SharedStorage& smem, const BackwardParams& params, 
   u32 p[16], ds[16];  // packed, as A operands
 
   mbarrier_wait(smem_address(&smem.barriers.q_full[stage]), full_parity(t >> 1));
+  mbarrier_wait(smem_address(&smem.barriers.dout_full[stage]), full_parity(t >> 1));
   wgmma_fence();
   wgmma_rs_first_bf16<K_MAJOR>(s, kv.lse_ones[0], kv.lse_ones[1], zero, zero, rows);
 #pragma unroll
@@ -131,7 +134,6 @@ DC_FN void visit(KvTile& kv, SharedStorage& smem, const BackwardParams& params, 
       wgmma_ss<K_MAJOR, K_MAJOR>(s, descriptor(me.k_rows + k_major_step(k, KV_PANEL_BYTES)), b);
   }
   wgmma_commit();
-  mbarrier_wait(smem_address(&smem.barriers.dout_full[stage]), full_parity(t >> 1));
   wgmma_fence();
   wgmma_rs_first_bf16<K_MAJOR>(dp, delta_ones, delta_ones, zero, zero, rows);
 #pragma unroll
@@ -139,33 +141,37 @@ DC_FN void visit(KvTile& kv, SharedStorage& smem, const BackwardParams& params, 
     wgmma_ss<K_MAJOR, K_MAJOR>(dp, descriptor(me.v_rows + k_major_step(k, KV_PANEL_BYTES)),
                                descriptor(dout_rows + k_major_step(k, Q_PANEL_BYTES)));
   wgmma_commit();
-  wgmma_wait<0>();
+  wgmma_wait<1>();  // S
   keep_below(s);
   if (masked)
     hide_keys(s, batch.steps[batch.count - (t_end - t)].q_tile * Q_TILE, params.mask_offset,
               batch.row0 + 64 * me.w + 16 * me.warp + me.lane / 4, me.lane);
 #pragma unroll
   for (int e = 0; e < 32; ++e) s[e] = exp2_approx(s[e] * params.scale_log2);  // P
-  keep_below(dp);
-  wait_ds(smem, t - 1);  // and so ds[stage], which dq of step t - 2 has read, is free
 #pragma unroll
-  for (int k = 0; k < Q_TILE / 16; ++k) {  // 16 q rows
-#pragma unroll
-    for (int j = 2 * k; j < 2 * k + 2; ++j) {
-      p[2 * j] = pack(s[4 * j], s[4 * j + 1]);
-      p[2 * j + 1] = pack(s[4 * j + 2], s[4 * j + 3]);
-      ds[2 * j] = pack(s[4 * j] * dp[4 * j], s[4 * j + 1] * dp[4 * j + 1]);
-      ds[2 * j + 1] = pack(s[4 * j + 2] * dp[4 * j + 2], s[4 * j + 3] * dp[4 * j + 3]);
-    }
-    wgmma_fence();
-    wgmma_rs<MN_MAJOR>(kv.dv, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3],
-                       descriptor(dout_columns + mn_major_step(k)));
+  for (int j = 0; j < Q_TILE / 8; ++j) {
+    p[2 * j] = pack(s[4 * j], s[4 * j + 1]);
+    p[2 * j + 1] = pack(s[4 * j + 2], s[4 * j + 3]);
   }
-  wgmma_commit();
-  const u32 ds_at = smem_address(smem.ds) + stage * DS_BYTES;
+  wait_ds(smem, t - 1);  // and so ds[stage], which dq of step t - 2 has read, is free
+  wgmma_fence();
 #pragma unroll
   for (int k = 0; k < Q_TILE / 16; ++k)
-    stmatrix_x4(ds_at + me.fragment(k), ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3]);
+    wgmma_rs<MN_MAJOR>(kv.dv, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3],
+                       descriptor(dout_columns + mn_major_step(k)));
+  wgmma_commit();
+  wgmma_wait<1>();  // dP
+  keep_below(dp);
+#pragma unroll
+  for (int j = 0; j < Q_TILE / 8; ++j) {
+    ds[2 * j] = pack(s[4 * j] * dp[4 * j], s[4 * j + 1] * dp[4 * j + 1]);
+    ds[2 * j + 1] = pack(s[4 * j + 2] * dp[4 * j + 2], s[4 * j + 3] * dp[4 * j + 3]);
+  }
+  const u32 ds_tile = smem_address(smem.ds) + stage * DS_BYTES;
+#pragma unroll
+  for (int k = 0; k < Q_TILE / 16; ++k)
+    stmatrix_x4(me.fragment(smem, ds_tile, k), ds[4 * k], ds[4 * k + 1], ds[4 * k + 2],
+                ds[4 * k + 3]);
   // In the first step of a kv tile the product is of old bytes, and dropped: leaving it out there
   // makes ptxas serialise the products.
   start_dq(dq, smem, me, t - 1);
@@ -189,9 +195,10 @@ DC_FN void visit_hidden(SharedStorage& smem, const Consumer& me, int t, bool is_
   float dq[DQ_COLUMNS / 2];
   wait_ds(smem, t - 1);
   start_dq(dq, smem, me, t - 1);
-  const u32 ds_at = smem_address(smem.ds) + stage * DS_BYTES;
+  const u32 ds_tile = smem_address(smem.ds) + stage * DS_BYTES;
 #pragma unroll
-  for (int k = 0; k < Q_TILE / 16; ++k) stmatrix_x4(ds_at + me.fragment(k), 0, 0, 0, 0);
+  for (int k = 0; k < Q_TILE / 16; ++k)
+    stmatrix_x4(me.fragment(smem, ds_tile, k), 0, 0, 0, 0);
   wgmma_wait<0>();
   mbarrier_arrive_warp(smem_address(&smem.barriers.ds_full[stage]), me.lane);
   if (!is_first) store_dq_part(dq, smem, me, t - 1);
@@ -208,7 +215,8 @@ DC_FN void take_kv_tile(KvTile& kv, const SharedStorage& smem, const BackwardPar
   mbarrier_wait(smem_address(&smem.barriers.kv_full), full_parity(batch.kv_tile0));
 #pragma unroll
   for (int k = 0; k < K_REGISTER_STEPS; ++k)
-    ldmatrix_x4(kv.k[k], smem_address(smem.k) + k / 4 * KV_PANEL_BYTES + me.fragment(k % 4));
+    ldmatrix_x4(kv.k[k],
+                me.fragment(smem, smem_address(smem.k) + k / 4 * KV_PANEL_BYTES, k % 4));
 }
 
 template <int DQ_COLUMNS>
@@ -237,9 +245,14 @@ DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int
       };
       while (t < t_end) {  // two loops: with one, ptxas serialises the products of some schedules
 #pragma unroll 1
-        for (; t < t_end && !hidden(t); ++t, is_first = 0)
-          visit<DQ_COLUMNS>(kv, smem, params, me, t, t_end, is_first, delta_ones, zero, batch,
-                            masked);
+        for (; t < t_end && !hidden(t); ++t, is_first = 0) {
+          if (stage_of(t) == 1)
+            visit<DQ_COLUMNS, 1>(kv, smem, params, me, t, t_end, is_first, delta_ones, zero, batch,
+                                 masked);
+          else
+            visit<DQ_COLUMNS, 0>(kv, smem, params, me, t, t_end, is_first, delta_ones, zero, batch,
+                                 masked);
+        }
         if (t < t_end) {
           visit_hidden<DQ_COLUMNS>(smem, me, t, is_first);
           ++t, is_first = 0;
@@ -254,7 +267,7 @@ DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int
     const int batch_index = batch.batch, kv_head = batch.kv_head;
     // dS of the step after the last would go there: no product reads it since the last wait_ds.
     const u32 staging = smem_address(smem.ds) + stage_of(t) * DS_BYTES;
-    const auto fragment = [&](int k) { return me.fragment(k); };
+    const auto fragment = [&](int k) { return me.fragment(smem, 0, k); };
     float dq[DQ_COLUMNS / 2];
     wait_ds(smem, t - 1);
     start_dq(dq, smem, me, t - 1);  // of old bytes, and dropped, if the kv tile had no step

@@ -131,7 +131,8 @@ DC_FN void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
 
-// What this thread wrote to shared memory is seen by copies and wgmma that start after it.
+// What this thread wrote to shared memory, and what others did that it knows of by a barrier, is
+// seen by copies and wgmma that start after it. It waits for all memory operations of this thread.
 // PTX ISA: membar/fence, fence.proxy.async.
 DC_FN void fence_async_smem() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
