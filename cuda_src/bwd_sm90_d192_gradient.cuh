@@ -38,7 +38,7 @@ DC_FN void sum_gradient(SharedStorage& smem, const BackwardParams& params, int w
         const u32 b = descriptor_low(smem_address(scores[0])) + stage * (SCORE_BYTES / 16);
         random_delay(t);
         mbarrier_wait(smem_address(&scores_full[stage]), full_parity(t / N_SCORE_STAGE));
-        fence_async_smem();
+        if (!IS_DV) fence_async_smem();
         wgmma_fence();
 #pragma unroll
         for (int panel = 0; panel < N_PANEL; ++panel)

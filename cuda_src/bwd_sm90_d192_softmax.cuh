@@ -121,9 +121,9 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
       const auto accumulators = [&](int panel) -> float(&)[32] {
         return reinterpret_cast<float(&)[32]>((N_PANEL - panel) % 2 ? dp : s);
       };
-      mbarrier_arrive_warp(smem_address(&barriers.ds_full[stage]), lane);
       start_dq(accumulators(0), ds, k_rows, 0);
       start_dq(accumulators(1), ds, k_rows, 1);
+      mbarrier_arrive_warp(smem_address(&barriers.ds_full[stage]), lane);
       float4* dq_at = reinterpret_cast<float4*>(params.dq_accum) +
                       i64(step.tile_index) * (Q_TILE * HEAD_DIM / 4) + 32 * warp + lane;
       const Send send = how_to_send(step);

@@ -142,7 +142,6 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
       hide_unseen_of(s, params, batch, step);
       store_exponentials(s, transposed_fragment(smem_address(smem.p[stage]), warp, lane),
                          params.scale_log2, lse_log2, lse_log2_8);
-      fence_async_smem();
       mbarrier_arrive_warp(smem_address(&barriers.p_full[stage]), lane);
 
       wgmma_wait<1>();  // dq of the step before

@@ -58,6 +58,7 @@ DC_FN void store_exponentials(float (&s)[N], u32 at, float scale_log2, float lse
     take_exponentials(p, s, k, scale_log2, lse_log2, lse_log2_8);
     stmatrix_x4_trans(at + 16 * k * PANEL_ROW_BYTES, p[0], p[1], p[2], p[3]);
   }
+  fence_async_smem();
 }
 
 // dS of 16 keys, number k, from P and dP.
