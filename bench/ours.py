@@ -97,6 +97,6 @@ def kernel_of(plan: Plan, device: int) -> dict:
         main, = (kernel for kernel in plan.kernels if kernel.kernel == plan.config.kernel)
         function = modules.load(main.kernel, main.defines, device,
                                 smem_bytes=main.smem_bytes).function
-        found |= {"head_group": head_group(plan.problem, plan.config),
+        found |= {"head_group": head_group(plan),
                   "resident": resident_workers(main, function, device)}
     return found

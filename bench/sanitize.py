@@ -67,6 +67,7 @@ class Case:
 
 CASES = {
     "d64 causal, team": Case(65, 330, 4, 2, 64, "causal", "symmetric_shift"),
+    "d64 causal, blocks": Case(200, 400, 4, 2, 64, "causal", "longest_first"),
     "d128 full, team": Case(129, 300, 2, 1, 128, "full", "shift"),
     "d128 causal, rows without keys": Case(130, 70, 2, 2, 128, "causal"),
     "d40 float16": Case(33, 65, 2, 2, 40, "full", "ascending", "float16"),

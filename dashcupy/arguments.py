@@ -40,7 +40,7 @@ def struct_values(plan: Plan, layouts: Mapping[str, Layout]) -> dict[str, int | 
         "scale": problem.scale, "scale_log2": scale_log2(problem), "reserved": 0,
         "dlse_batch": 0, "dlse_head": 0,  # of what may be left away
         "head_group": (forward_head_group(problem) if plan.direction == "forward" else
-                       head_group(problem, plan.config)),
+                       head_group(plan)),
     }
     for name, layout in layouts.items():
         strides = used_strides(layout)

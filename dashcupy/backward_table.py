@@ -22,11 +22,15 @@ class BackwardKernel:
     group_rows, group_heads, most_rows
         kv rows, and kv heads at least (full mask, causal mask), but no more than so many rows,
         whose works are handed out together: `plan.head_group`.
+    chunk_rows
+        The same for schedules that hand out a head in chunks: kv rows.
     team_tiles
-        Numbers of active kv tiles (full mask, causal mask) for which ``"auto"`` is a team:
-        ``shift`` or ``symmetric_shift``.
+        Numbers of active kv tiles (full mask, causal mask) for which ``"auto"`` is a team, if it
+        fills a GPU: ``shift`` or ``symmetric_shift``.
+    longest_tiles
+        The same for ``longest_first``, where it is no team.
     causal
-        ``"auto"`` for causal masks where it is no team.
+        ``"auto"`` for causal masks where it is none of these.
     groups
         ``"auto"`` (full mask, causal mask) where q heads share a kv head; "": as where they do not.
 
@@ -41,7 +45,9 @@ class BackwardKernel:
     group_rows: int = 2**17
     group_heads: tuple[int, int] = (16, 16)
     most_rows: int = _ANY_MORE
+    chunk_rows: int = 2**14
     team_tiles: tuple[range, range] = (range(0), range(0))
+    longest_tiles: range = range(0)
     causal: str = "descending"
     groups: tuple[str, str] = ("", "")
 
@@ -55,20 +61,24 @@ BACKWARD_TABLE = {
     # longer fit L2: CTAs that walk over the q tiles together read each once.
     "bwd_sm90": BackwardKernel(
         row_values=True, group_rows=2**14, most_rows=2**17,
-        team_tiles=(range(16, 257), range(32, 257)), groups=("", "descending")),
-    # A turn ends sooner when L2 holds the sum, however few heads that are. Steps are half as long,
-    # so that a turn takes almost two of them; kv tiles of shortest_first begin two q tiles apart.
-    "bwd_sm90_d64": BackwardKernel(
-        group_rows=2**15, group_heads=(1, 1), causal="shortest_first",
+        team_tiles=(range(16, 257), range(32, 129)), longest_tiles=range(17, 257),
         groups=("", "descending")),
+    # A turn ends sooner when L2 holds the sum, however few heads that are. Steps are half as long,
+    # so that a turn takes almost two of them; kv tiles of shortest_first begin two q tiles apart,
+    # and where heads take turns those of a chunk begin later, too.
+    "bwd_sm90_d64": BackwardKernel(
+        group_rows=2**15, group_heads=(1, 1), chunk_rows=2**16, longest_tiles=range(32, 257),
+        causal="shortest_first", groups=("", "descending")),
     # Its softmax warps wait for turns as well, but a turn takes less than a step. Teams even out
     # short heads; those of long ones walk apart, and outrun L2.
     "bwd_sm90_d192": BackwardKernel(
-        slots=1, group_rows=2**14, group_heads=(1, 1), team_tiles=(range(0), range(4, 129)),
+        slots=1, group_rows=2**14, group_heads=(1, 1), chunk_rows=2**15,
+        team_tiles=(range(0), range(4, 54)), longest_tiles=range(54, 257),
         causal="shortest_first", groups=("", "descending")),
     # Of long heads one is in flight, or two where works are uneven. Teams where a head has kv tiles
     # enough and one team, or two, hold all of it.
     "bwd_sm90_d256": BackwardKernel(
         group_rows=2**14, group_heads=(1, 2), team_tiles=(range(16, 129), range(64, 129)),
-        causal="shortest_first", groups=("ascending", "descending")),
+        longest_tiles=range(64, 257), causal="shortest_first",
+        groups=("ascending", "descending")),
 }

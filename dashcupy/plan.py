@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from . import plan_sm90, schedules
 from .backward_table import BACKWARD_TABLE
-from .config import (
-    BackwardConfig, Config, Target, choose_config, uses_tensor_maps, workers)
+from .config import Config, Target, choose_config, uses_tensor_maps, workers
 from .config_sm90 import BACKWARD_KERNELS, ForwardSm90Config
 from .errors import UnsupportedError
 from .plan_backward import backward_kernels, backward_workspace
@@ -282,10 +281,9 @@ def _head_group_text(plan: Plan) -> str:
         return (f"q tiles of {plan_sm90.head_group(problem)} of the "
                 f"{problem.batch * problem.n_q_head} q heads are handed out together: their keys "
                 f"stay in L2; changes no bits")
-    return (f"works of {head_group(problem, plan.config)} of the "
-            f"{problem.batch * problem.n_kv_head} kv heads are handed out together: enough that "
-            f"few CTAs queue for one dq tile, and few enough that their rows stay in L2; changes "
-            f"no bits")
+    return (f"{head_group(plan)} of the {problem.batch * problem.n_kv_head} kv heads take turns as "
+            f"works are handed out: enough that few CTAs queue for one dq tile, and few enough "
+            f"that their rows stay in L2; changes no bits")
 
 
 def _kernel_rows(kernel: KernelPlan) -> list[tuple[str, str]]:
@@ -299,17 +297,22 @@ def _kernel_rows(kernel: KernelPlan) -> list[tuple[str, str]]:
             ("", defines)]
 
 
-def head_group(problem: Problem, config: BackwardConfig) -> int:
-    """kv heads whose works are handed out together: changes no bits, only which run side by side.
+def head_group(plan: Plan) -> int:
+    """kv heads that take turns as works are handed out: changes no bits, only which run together.
 
     Many heads at a time shorten the queue for each dq tile; few keep q, dout and dq_accum of the
-    heads in flight inside L2: how many of each is a fact of the kernel (`backward_table`).
+    heads in flight inside L2: how many of each is a fact of the kernel (`backward_table`). A team
+    has its head alone.
     """
-    n_head = problem.batch * problem.n_kv_head
-    facts = BACKWARD_TABLE[config.kernel]
-    kv_len = max(problem.kv_len, 1)
-    wanted = max(facts.group_heads[problem.causal], facts.group_rows // kv_len)
-    return max(1, min(n_head, wanted, facts.most_rows // kv_len))
+    problem, schedule = plan.problem, schedules.get(plan.schedule)
+    if schedule.team_size(plan.shape) > 1:
+        return 1
+    facts, kv_len = BACKWARD_TABLE[plan.config.kernel], max(problem.kv_len, 1)
+    if schedule.chunk_size(plan.shape) < schedule.num_work(plan.shape):
+        wanted = facts.chunk_rows // kv_len
+    else:
+        wanted = max(facts.group_heads[problem.causal], facts.group_rows // kv_len)
+    return max(1, min(problem.batch * problem.n_kv_head, wanted, facts.most_rows // kv_len))
 
 
 def scale_log2(problem: Problem) -> float:

@@ -258,7 +258,7 @@ def test_record_names_what_the_model_must_know(monkeypatch):
     monkeypatch.setattr(ours, "resident_workers", lambda *_: 200)
     assert ours.kernel_of(plan, 0) == {
         "name": plan.config.kernel, "q_tile": plan.config.q_tile, "kv_tile": plan.config.kv_tile,
-        "head_group": ours.head_group(cell.problem, plan.config), "resident": 200}
+        "head_group": ours.head_group(plan), "resident": 200}
     forward = ours.plan_or_skip(cell, "forward", (9, 0), [None])[None]
     assert ours.kernel_of(forward, 0)["resident"] is None
 

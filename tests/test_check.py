@@ -53,7 +53,7 @@ def test_own_shape_passes_and_the_record_tells_all(tmp_path, capsys):
         assert len(tensor["digest"]) == 64 and tensor["differences"] == []
     assert record["device"]["kind"] == "cpu" and record["info"]["versions"]["numpy"]
     text = capsys.readouterr().out
-    assert "--device cpu was given" in text and "all 20 checks hold" in text
+    assert "--device cpu was given" in text and "all 24 checks hold" in text
     assert "\033" not in text and max(map(len, text.splitlines())) <= 100
 
 

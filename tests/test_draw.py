@@ -106,8 +106,8 @@ def test_command_compares_all_of_a_mask(capsys, tmp_path):
     assert command(f"all --kv 4 --mask causal_top_left --q 3 --sms 2 --plot {path}") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "1 head on 2 SMs"
-    assert [line.split()[0] for line in lines[2:6]] == [
-        "ascending", "descending", "shortest_first", "symmetric_shift"]
+    assert [line.split()[0] for line in lines[2:7]] == [
+        "ascending", "descending", "longest_first", "shortest_first", "symmetric_shift"]
     assert path.exists()
 
 

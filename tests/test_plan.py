@@ -1,11 +1,11 @@
 """Plans: pure, complete, linear in memory, and with a fingerprint of what bits depend on."""
 
 import dataclasses
+import itertools
 
 import pytest
 
 from dashcupy import params, plan_sm90, schedules
-from dashcupy.config import choose_config
 from dashcupy.errors import InvalidInputError, UnsupportedError
 from dashcupy.plan import head_group, make_plan
 from dashcupy.plan_backward import SEMAPHORE_STRIDE
@@ -86,26 +86,45 @@ def test_alignment_and_debugging_change_the_build_and_not_the_bits():
         assert defines(plan, "bwd_preprocess")["DC_ALIGNED"] == aligned
 
 
+def group_of(asked, target, schedule):
+    return head_group(make_plan(asked, "backward", target, schedule))
+
+
 @pytest.mark.parametrize("target", [B200, H200])
-def test_head_group(target):
+@pytest.mark.parametrize("schedule", ["ascending", "longest_first"])
+def test_head_group(target, schedule):
     """The work order divides by it and never asks whether a group is larger than all heads."""
+    mask = "full" if schedule == "ascending" else "causal"
 
     def group(**changes):
-        asked = problem(head_dim=128, **changes)
-        return head_group(asked, choose_config(asked, "backward", target))
+        return group_of(problem(head_dim=128, mask=mask, **changes), target, schedule)
 
-    groups = [group(batch=64, kv_len=kv_len) for kv_len in (0, 1, 900, 1 << 14)]
+    groups = [group(batch=64, kv_len=kv_len) for kv_len in (0, 1, 100, 900, 1 << 14)]
     assert groups == sorted(groups, reverse=True) and groups[0] == 64 * 2
-    assert 1 < groups[-1] < 64 * 2  # long heads: not all at a time
+    assert groups[-1] < 64 * 2  # long heads: not all at a time
     if target == H200:  # what two of the longest need just fits L2
-        assert group(batch=64, kv_len=1 << 16) == 2 and group(batch=64, kv_len=1 << 20) == 1
+        longest = [group(batch=64, kv_len=1 << n) for n in (16, 20)]
+        assert longest == [2 if schedule == "ascending" else 1, 1]
     assert group(n_kv_head=1, batch=1) == 1
     assert group(batch=0) == 1
+
+
+def test_a_team_has_its_head_alone():
+    """Works of other heads in between would take the CTAs that it waits for."""
+    for target, schedule, mask in itertools.product(
+            (B200, H200), ("shift", "symmetric_shift"), ("full", "causal")):
+        if schedules.supports(schedule, mask):
+            asked = problem(q_len=1024, kv_len=1024, batch=8, mask=mask)
+            assert group_of(asked, target, schedule) == 1
+            lone = problem(q_len=64, kv_len=64, batch=8, mask=mask)  # a team of one
+            assert group_of(lone, target, schedule) > 1
 
 
 @pytest.mark.parametrize("kv_len, mask, n_kv_head, schedule", [
     (16384, "full", 4, "shift"), (16385, "full", 4, "ascending"), (1920, "full", 4, "ascending"),
     (16384, "causal", 4, "symmetric_shift"), (8064, "causal", 4, "shortest_first"),
+    (12288, "full", 4, "ascending"), (12288, "causal", 4, "longest_first"),
+    (32768, "causal", 4, "longest_first"), (32769, "causal", 4, "shortest_first"),
     (4096, "full", 2, "ascending"), (16384, "causal", 2, "descending")])
 def test_auto_of_wide_heads(kv_len, mask, n_kv_head, schedule):
     """Where a head is a team or two, teams gain; where q heads share a kv head they cost a tenth
@@ -114,32 +133,34 @@ def test_auto_of_wide_heads(kv_len, mask, n_kv_head, schedule):
     asked = problem(q_len=kv_len, kv_len=kv_len, mask=mask, head_dim=256, n_kv_head=n_kv_head)
     plan = make_plan(asked, "backward", H200)
     assert (plan.schedule, plan.config.kernel) == (schedule, "bwd_sm90_d256")
-    assert head_group(asked, plan.config) == min(
-        2 * n_kv_head, max(1 + (mask == "causal"), 2**14 // kv_len))
+    least = 2 if schedule in ("shortest_first", "descending") else 1
+    rows = 1 if schedule in ("shift", "symmetric_shift") else 2**14
+    assert head_group(plan) == min(2 * n_kv_head, max(least, rows // kv_len))
 
 
 @pytest.mark.parametrize("kv_len, mask, n_kv_head, schedule", [
-    (12288, "causal", 4, "symmetric_shift"), (12289, "causal", 4, "shortest_first"),
-    (288, "causal", 4, "shortest_first"), (4096, "full", 4, "ascending"),
+    (288, "causal", 4, "shortest_first"), (5088, "causal", 4, "symmetric_shift"),
+    (5089, "causal", 4, "longest_first"), (24576, "causal", 4, "longest_first"),
+    (24577, "causal", 4, "shortest_first"), (4096, "full", 4, "ascending"),
     (4096, "causal", 2, "descending")])
 def test_auto_at_head_dim_192(kv_len, mask, n_kv_head, schedule):
-    """Teams gain where heads are short; of long ones one at a time is a quarter faster."""
+    """Teams gain where heads are short; of the longest one at a time is a quarter faster."""
     asked = problem(q_len=kv_len, kv_len=kv_len, mask=mask, head_dim=192, n_kv_head=n_kv_head)
     plan = make_plan(asked, "backward", H200)
     assert (plan.schedule, plan.config.kernel) == (schedule, "bwd_sm90_d192")
-    assert head_group(asked, plan.config) == min(2 * n_kv_head, max(1, 2**14 // kv_len))
+    rows = {"symmetric_shift": 1, "longest_first": 2**15}.get(schedule, 2**14)
+    assert head_group(plan) == min(2 * n_kv_head, max(1, rows // kv_len))
 
 
 def test_the_hopper_backward_keeps_its_heads_in_l2():
     """With groups as large as the portable kernel's it waited for memory: 1.98 instead of 1.29 ms
     at 2048 rows, full mask."""
     asked = problem(head_dim=128, batch=64, kv_len=2048)
-    rows = {target: head_group(asked, choose_config(asked, "backward", target)) * 2048
-            for target in (B200, H200)}
+    rows = {target: group_of(asked, target, "ascending") * 2048 for target in (B200, H200)}
     assert rows == {B200: 2**17, H200: 2**15}
     for kv_len in (512, 1 << 14):
         asked = problem(head_dim=64, batch=64, kv_len=kv_len)
-        assert head_group(asked, choose_config(asked, "backward", H200)) * kv_len == 2**15
+        assert group_of(asked, H200, "ascending") * kv_len == 2**15
 
 
 @pytest.mark.parametrize("target", ["cpu", B200])
@@ -312,8 +333,8 @@ def test_explain_tells_everything(direction, target):
         wanted += [schedules.get(plan.schedule).DESCRIPTION,
                    "for 'auto': a function of the problem"]
     if target == H200:
-        wanted.append({"forward": "q tiles of 8 of the 8 q", "backward": "works of 4 of the 4 kv"}
-                      [direction] + " heads are handed out together")
+        wanted.append({"forward": "q tiles of 8 of the 8 q heads are handed out together",
+                       "backward": "4 of the 4 kv heads take turns"}[direction])
     if direction == "forward" and target == H200:
         wanted += ["fwd_sm90: grid min(64 works, resident CTAs)", "fixed_reference True",
                    "loads by tensor map"]

@@ -86,8 +86,9 @@ def test_team_needs_all_of_itself(name, shape):
 
 @pytest.mark.parametrize("shape", [FULL, CAUSAL])
 def test_launch_ordered_schedules_need_one_cta(shape):
-    for name in ("ascending", "descending", "shortest_first", "auto"):
-        schedules.require_resident(name, shape, 1)
+    for name in ("ascending", "descending", "longest_first", "shortest_first", "auto"):
+        if name != "longest_first" or shape.causal:
+            schedules.require_resident(name, shape, 1)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -97,8 +98,9 @@ def test_work_order(name, n_head, head_group):
     schedule = schedules.get(name)
     for shape in all_shapes(schedule.MASKS):
         n_work, chunk = schedule.num_work(shape), schedule.chunk_size(shape)
+        in_turn = 1 if schedule.team_size(shape) > 1 else head_group
         wanted = sorted(itertools.product(range(n_head), range(n_work)),
-                        key=lambda place: (place[0] // head_group, place[1] // chunk, *place))
+                        key=lambda place: (place[1] // chunk, place[0] // in_turn, *place[::-1]))
         taken = [schedules.decode(schedule, shape, n_head, number, head_group)
                  for number in range(schedules.total_work(schedule, shape, n_head))]
         assert taken == wanted, shape
@@ -146,8 +148,8 @@ def test_registry_finds_every_module():
     folder = Path(schedules.__file__).parent
     helpers = {"__init__", "auto", "contract", "order", "shape"}
     assert set(ALL) == {path.stem for path in folder.glob("*.py")} - helpers
-    assert schedules.names() == ("ascending", "descending", "shift", "shortest_first",
-                                 "symmetric_shift")
+    assert schedules.names() == ("ascending", "descending", "longest_first", "shift",
+                                 "shortest_first", "symmetric_shift")
 
 
 def test_unordered_is_only_for_who_asks_for_it():
@@ -181,22 +183,28 @@ def test_mask_that_a_schedule_lacks_is_refused():
         schedules.supports("shift", "diagonal")
 
 
-@pytest.mark.parametrize("n_kv", [1, 6, 8, 16, 31, 32, 200, 256, 257])
-def test_auto_needs_a_team_only_where_it_may(n_kv):
-    """On kernels that gain nothing from one, and in short heads, it must run on any GPU."""
-    for causal, alone, together in ((True, "descending", "symmetric_shift"),
-                                    (False, "ascending", "shift")):
-        shape = Shape.from_counts(n_kv, n_kv, causal)
-        assert schedules.resolve("auto", shape).NAME == alone
-        assert schedules.get(alone).team_size(shape) == 1
-        assert schedules.resolve("auto", shape, "bwd_sm90").NAME == (
-            together if (32 if causal else 16) <= n_kv <= 256 else alone)
-        first = 64 if causal else 16
-        assert schedules.resolve("auto", shape, "bwd_sm90_d256").NAME == (
-            together if first <= n_kv <= 128 else "shortest_first" if causal else "ascending")
-        staggered = schedules.resolve("auto", shape, "bwd_sm90_d64")
-        assert staggered.NAME == ("shortest_first" if causal else "ascending")
-        assert staggered.team_size(shape) == 1
+@pytest.mark.parametrize("n_kv", [1, 8, 15, 16, 17, 31, 32, 33, 53, 54, 59, 60, 64, 65, 96, 118,
+                                  119, 120, 128, 129, 256, 257])
+@pytest.mark.parametrize("kernel, full_team, team, longest, else_causal", [
+    ("", range(0), range(0), range(0), "descending"),
+    ("bwd_sm90_d64", range(0), range(0), range(32, 257), "shortest_first"),
+    ("bwd_sm90", range(16, 257), range(32, 129), range(17, 257), "descending"),
+    ("bwd_sm90_d192", range(0), range(4, 54), range(54, 257), "shortest_first"),
+    ("bwd_sm90_d256", range(16, 129), range(64, 129), range(64, 257), "shortest_first")])
+def test_auto_of_each_kernel(n_kv, kernel, full_team, team, longest, else_causal):
+    """A team only where the kernel gains from one, and where two of them fill most of a GPU: with
+    48 works to a team a fifth was lost at 12,288 rows.
+    """
+    full, causal = (Shape.from_counts(n_kv, n_kv, mask) for mask in (False, True))
+
+    def fills(count):
+        return count <= 32 or count in range(60, 65) or count in range(119, 129) or count > 177
+
+    wanted = "shift" if n_kv in full_team and fills(n_kv) else "ascending"
+    assert schedules.resolve("auto", full, kernel).NAME == wanted
+    wanted = ("symmetric_shift" if n_kv in team and fills(-(-n_kv // 2)) else
+              "longest_first" if n_kv in longest else else_causal)
+    assert schedules.resolve("auto", causal, kernel).NAME == wanted
 
 
 @pytest.mark.parametrize("kernel", ["bwd_sm90", "bwd_sm90_d64"])

@@ -150,7 +150,20 @@ def test_team_cut_in_chunks_pays_for_a_late_second_team():
     shape = Shape.from_counts(128, 128)
     assert simulate("shift", shape, 1, 128).makespan == 317.75
     assert simulate("shift", shape, 2, 128).makespan == 320.0  # of two heads each: no loss
-    assert simulate("shift", shape, 2, 128, head_group=1).makespan == 317.75 + 160.0
+    assert simulate("shift", shape, 2, 128, head_group=1).makespan == 320.0  # teams never mix
+
+
+def test_longest_first_leaves_short_works_to_the_end():
+    """What it is for: no queue as in `descending`, no CTA left alone with a long work."""
+    shape = Shape.from_counts(128, 64, causal=True, stride=2)
+    costs = Costs(1.0, 0.2, 2.0, 2, "pipelined")
+    efficiency = {name: simulate(name, shape, 32, 132, costs, head_group=8).efficiency
+                  for name in ("descending", "shortest_first", "longest_first")}
+    assert efficiency["descending"] < 0.85 < efficiency["shortest_first"] < 0.94
+    assert efficiency["longest_first"] > 0.97
+    # A head alone has nobody to come in between its blocks.
+    alone = {name: simulate(name, shape, 1, 132, costs).makespan for name in efficiency}
+    assert alone["longest_first"] > 1.5 * alone["shortest_first"]
 
 
 @pytest.mark.parametrize("name", schedules.names())

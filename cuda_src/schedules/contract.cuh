@@ -22,9 +22,10 @@ DC_FN int num_work(const Shape& shape);                         // works of one 
 DC_FN int work_size(const Shape& shape, int work);              // kv tiles done one after another
 DC_FN int kv_tile(const Shape& shape, int work, int part);      // one of them, part < work_size
 DC_FN int team_size(const Shape& shape);   // works in a row that must be resident together
-DC_FN int chunk_size(const Shape& shape);  // works in a row handed out together, >= team_size
+DC_FN int chunk_size(const Shape& shape);  // works of each head before later ones of any head
 
-// ---- Work order: chunk 0 of every head of a group, then chunk 1 of every head of it, ...
+// ---- Work order: chunk 0 of every head, then chunk 1 of every head, ...; in a chunk `head_group`
+// heads take turns, work by work, then the next ones. A team has its head alone.
 
 constexpr int MAX_TEAM = 64;  // most works that may wait for one another
 
@@ -40,22 +41,18 @@ struct HeadWork {
 };
 
 // Head and work behind a number that a CTA took from the counter, < n_head * num_work(shape).
-// Heads go in groups of head_group (1 .. n_head); a group goes chunk by chunk.
+// head_group is 1 .. n_head.
 DC_FN HeadWork decode(const Shape& shape, int n_head, int head_group, int global_work) {
-  const int n_work = num_work(shape), chunk_works = chunk_size(shape);
-  const int group = global_work / (head_group * n_work);
-  const int first_head = group * head_group;
-  const int n_group = min_int(head_group, n_head - first_head);  // heads in this group
-  const int group_work = global_work - first_head * n_work;
-  const int last_chunk = n_work % chunk_works;
-  const int in_full = (n_work - last_chunk) * n_group;
-  const bool full = group_work < in_full;
-  const int chunk = full ? chunk_works : last_chunk;
-  const int number = full ? group_work : group_work - in_full;  // among chunks of this size
-  const int chunk_number = number / chunk;
-  const int chunk_index = full ? chunk_number / n_group : 0;
-  const int first = full ? chunk_index * chunk : n_work - last_chunk;
-  return {first_head + chunk_number - chunk_index * n_group, first + number - chunk_number * chunk};
+  const int chunk_works = chunk_size(shape);
+  const int in_turn = team_size(shape) > 1 ? 1 : head_group;
+  const int first = global_work / (chunk_works * n_head) * chunk_works;  // work of the chunk
+  const int count = min_int(chunk_works, num_work(shape) - first);
+  const int chunk_number = global_work - first * n_head;
+  const int first_head = chunk_number / (count * in_turn) * in_turn;  // of those that take turns
+  const int n_head_in_turn = min_int(in_turn, n_head - first_head);
+  const int group_number = chunk_number - first_head * count;
+  const int round = group_number / n_head_in_turn;
+  return {first_head + group_number - round * n_head_in_turn, first + round};
 }
 
 }  // namespace schedule

@@ -34,6 +34,6 @@ DC_FN int kv_tile(const Shape&, int work, int) { return work; }
 
 DC_FN int team_size(const Shape&) { return 1; }
 
-DC_FN int chunk_size(const Shape&) { return 1; }
+DC_FN int chunk_size(const Shape& shape) { return max_int(1, num_work(shape)); }
 
 }  // namespace schedule

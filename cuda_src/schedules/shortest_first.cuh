@@ -39,6 +39,6 @@ DC_FN int kv_tile(const Shape& shape, int work, int) { return shape.n_kv - 1 - w
 
 DC_FN int team_size(const Shape&) { return 1; }
 
-DC_FN int chunk_size(const Shape&) { return 1; }
+DC_FN int chunk_size(const Shape& shape) { return max_int(1, num_work(shape)); }
 
 }  // namespace schedule

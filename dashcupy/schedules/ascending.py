@@ -47,4 +47,4 @@ def team_size(shape: Shape) -> int:
 
 
 def chunk_size(shape: Shape) -> int:
-    return 1
+    return max(1, num_work(shape))

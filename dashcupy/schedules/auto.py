@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from ..backward_table import BACKWARD_TABLE, BackwardKernel
+from . import shift, symmetric_shift
+from .order import MAX_TEAM
 from .shape import Shape
 
 
@@ -24,15 +26,22 @@ def auto(shape: Shape, kernel: str = "", q_per_kv: int = 1) -> str:
 
     * causal: ``descending`` starts the long kv tiles first, so that no CTA is left alone with a
       long one, and its kv tiles leave the last q tile one after another, each one step later.
+      Where that queue costs more than what is left at the end, ``shortest_first``, and in heads of
+      many kv tiles ``longest_first``, which has neither: facts of the kernel (`backward_table`).
     * full: ``ascending``; all kv tiles are equally long, so the order of works is all the same.
     * ``shift`` and ``symmetric_shift`` need a team, and some kernels gain from one: which, and for
-      how many kv tiles, is a fact of the kernel (`backward_table`).
+      how many kv tiles, is a fact of the kernel, too. But not from one of 33 to 59 works: where a
+      whole number of them does not fill the GPU, SMs idle for the length of a work.
     * With q heads that share kv heads a kv tile is so long that what its q heads need no longer
       stays in L2, unless the CTAs walk over it together, as in ``descending`` and ``ascending``.
     """
     facts = BACKWARD_TABLE.get(kernel, BackwardKernel())
     if q_per_kv > 1 and facts.groups[shape.causal]:
         return facts.groups[shape.causal]
-    if shape.num_active_kv_tiles() in facts.team_tiles[shape.causal]:
-        return "symmetric_shift" if shape.causal else "shift"
+    n_active, team = shape.num_active_kv_tiles(), symmetric_shift if shape.causal else shift
+    fills = not MAX_TEAM // 2 < team.team_size(shape) < MAX_TEAM * 15 // 16
+    if n_active in facts.team_tiles[shape.causal] and fills:
+        return team.NAME
+    if shape.causal and n_active in facts.longest_tiles:
+        return "longest_first"
     return facts.causal if shape.causal else "ascending"

@@ -48,8 +48,8 @@ class Schedule(Protocol):
         """
 
     def chunk_size(self, shape: Shape) -> int:
-        """Works in a row, of one head, that are handed out together (see ``order``).
+        """Works in a row of one head, at least ``team_size``, that come before later ones of any.
 
-        At least ``team_size``. With 1 the heads of a group take turns, so that fewer CTAs are on
-        one head at a time, and queue for its sums.
+        All works of a head, unless it is a team, or gains if other heads come in between (see
+        ``order``).
         """

@@ -1,9 +1,10 @@
 """The one order in which CTAs take the works of all heads, whatever the schedule.
 
-Heads go in groups. The works of a group are numbered chunk by chunk: chunk 0 of every head, then
-chunk 1 of every head, and so on; inside a chunk head by head, inside a head in the order of the
-schedule. A CTA takes the next number from a counter, so a work starts only after all lower numbers
-have started. The same arithmetic stands in ``cuda_src/schedules/contract.cuh``.
+Works are numbered chunk by chunk: chunk 0 of every head, then chunk 1 of every head, and so on.
+In a chunk a group of heads takes turns, work by work in the order of the schedule, then the next
+group; a team, which must run together, has its head alone. A CTA takes the next number from a
+counter, so a work starts only after all lower numbers have started. The same arithmetic stands in
+``cuda_src/schedules/contract.cuh``.
 """
 
 from __future__ import annotations
@@ -38,23 +39,19 @@ def decode(schedule: Schedule, shape: Shape, n_head: int, global_work: int,
     global_work
         0 .. ``total_work`` - 1.
     head_group
-        Heads whose works are handed out together, 1 .. ``n_head`` (the default: all of them).
+        Heads that take turns, 1 .. ``n_head`` (the default: all of them).
 
     Returns
     -------
     tuple of int
         ``(head, work)`` with ``head = batch * n_kv_head + kv_head``.
     """
-    n_work, chunk = schedule.num_work(shape), schedule.chunk_size(shape)
+    chunk = schedule.chunk_size(shape)
     head_group = n_head if head_group is None else head_group
-    group, number = divmod(global_work, head_group * n_work)
-    first_head = group * head_group
-    n_group = min(head_group, n_head - first_head)
-    n_full = n_work // chunk
-    in_full = n_full * chunk * n_group
-    if number < in_full:
-        chunk_index, rest = divmod(number, chunk * n_group)
-        head, work = divmod(rest, chunk)
-        return first_head + head, chunk_index * chunk + work
-    head, work = divmod(number - in_full, n_work - n_full * chunk)
-    return first_head + head, n_full * chunk + work
+    in_turn = 1 if schedule.team_size(shape) > 1 else head_group
+    first = global_work // (chunk * n_head) * chunk  # work of the chunk
+    count = min(chunk, schedule.num_work(shape) - first)
+    number = global_work - first * n_head
+    first_head = number // (count * in_turn) * in_turn  # of those that take turns
+    turn, head = divmod(number - first_head * count, min(in_turn, n_head - first_head))
+    return first_head + head, first + turn

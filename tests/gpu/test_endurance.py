@@ -33,6 +33,8 @@ CELLS = [
     Case(1024, 1024, "full", 128, batch=2, n_q_head=16, n_kv_head=16),
     Case(2048, 2048, "causal", 128, n_q_head=16, n_kv_head=2, schedule="shortest_first"),
     Case(3008, 3008, "causal", 128, n_q_head=8, n_kv_head=8, schedule="symmetric_shift"),
+    Case(2600, 2600, "causal", 128, n_q_head=6, n_kv_head=6, schedule="longest_first"),
+    Case(4096, 4096, "causal", 64, n_q_head=12, n_kv_head=12, schedule="longest_first"),
     Case(4096, 4096, "causal", 128, n_q_head=8, n_kv_head=4),
     Case(1100, 4000, "full", 128, n_q_head=8, n_kv_head=8, schedule="shift"),
 ]

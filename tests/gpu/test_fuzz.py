@@ -26,20 +26,20 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 # head_dim, dtype, schedules: few enough that all their kernels compile in seconds on many cores.
 KINDS = {
     (8, "float16"): ("ascending", "auto"),
-    (64, "bfloat16"): ("auto", "ascending", "descending", "shortest_first", "shift",
-                       "symmetric_shift"),
+    (64, "bfloat16"): ("auto", "ascending", "descending", "shortest_first", "longest_first",
+                       "shift", "symmetric_shift"),
     (72, "float16"): ("descending", "auto"),
     (88, "bfloat16"): ("ascending", "auto"),
     (96, "bfloat16"): ("shortest_first", "shift", "symmetric_shift"),
     (128, "bfloat16"): ("auto", "ascending", "descending", "shortest_first", "shift",
                         "symmetric_shift"),
-    (128, "float16"): ("shift", "symmetric_shift"),
+    (128, "float16"): ("longest_first", "shift", "symmetric_shift"),
 }
 if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
     KINDS |= {(136, "float16"): ("auto", "shift"),
               (184, "bfloat16"): ("shortest_first", "auto"),
-              (192, "bfloat16"): ("auto", "ascending", "shortest_first", "symmetric_shift"),
-              (256, "bfloat16"): ("auto", "descending", "shift", "symmetric_shift")}
+              (192, "bfloat16"): ("auto", "ascending", "longest_first", "symmetric_shift"),
+              (256, "bfloat16"): ("auto", "longest_first", "shift", "symmetric_shift")}
 LAYOUTS = {
     "plain": lambda x: x,
     "heads first": test_memory._heads_before_rows,
