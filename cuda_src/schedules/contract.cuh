@@ -43,16 +43,18 @@ struct HeadWork {
 // Head and work behind a number that a CTA took from the counter, < n_head * num_work(shape).
 // head_group is 1 .. n_head.
 DC_FN HeadWork decode(const Shape& shape, int n_head, int head_group, int global_work) {
-  const int chunk_works = chunk_size(shape);
   const int in_turn = team_size(shape) > 1 ? 1 : head_group;
-  const int first = global_work / (chunk_works * n_head) * chunk_works;  // work of the chunk
-  const int count = min_int(chunk_works, num_work(shape) - first);
-  const int chunk_number = global_work - first * n_head;
-  const int first_head = chunk_number / (count * in_turn) * in_turn;  // of those that take turns
-  const int n_head_in_turn = min_int(in_turn, n_head - first_head);
-  const int group_number = chunk_number - first_head * count;
-  const int round = group_number / n_head_in_turn;
-  return {first_head + group_number - round * n_head_in_turn, first + round};
+  int count = chunk_size(shape), first = 0;  // works of the chunk
+  int number = global_work;                  // within the chunk, then among heads that take turns
+  if (count < num_work(shape)) {             // else one chunk: the usual case needs no division
+    first = number / (count * n_head) * count;
+    number -= first * n_head;
+    count = min_int(count, num_work(shape) - first);
+  }
+  const int first_head = number / (count * in_turn) * in_turn;
+  const int n_group = min_int(in_turn, n_head - first_head);
+  number -= first_head * count;
+  return {first_head + number % n_group, first + number / n_group};
 }
 
 }  // namespace schedule
