@@ -151,7 +151,7 @@ def simulate(schedule: Schedule | str, shape: Shape, n_head: int, n_worker: int,
     q_per_kv
         q heads that share a kv head: at each step of the schedule a CTA visits one after another.
     head_group
-        kv heads whose works are handed out together (see ``schedules.order``); default: all.
+        kv heads that take turns as works are handed out (see ``schedules.order``); default: all.
 
     Raises
     ------
