@@ -56,8 +56,8 @@ DC_FN bool needs_mask(const Mask& mask, int row0, int key0) {
 //                                                                                   staging
 //
 // dv and dk warps need not wait for q and dout: P and dS are made of them. P and dS are written by
-// ordinary stores and read by wgmma. The proxy fence for dS is the readers', as in bwd_sm90_d64;
-// that for P is the writers', before their arrival: without it there ptxas serialises the products.
+// ordinary stores and read by wgmma. For dS it is the dk warps who fence (wait_written), for P the
+// softmax warps, before their arrival: without that ptxas serialises the products.
 struct Barriers {
   u64 q_full[N_Q_STAGE], q_empty[N_Q_STAGE];
   u64 dout_full[N_DOUT_STAGE], dout_empty[N_DOUT_STAGE];

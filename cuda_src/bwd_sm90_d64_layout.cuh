@@ -51,9 +51,8 @@ DC_FN bool needs_mask(const Mask& mask, int row0, int key0) {
 // GRADIENTS (1)    128 threads     gradient                           gradient      dk, dv
 //
 // The gradient warps read q, dout and rows last: they wait for P and dS, which are made of all
-// that the softmax warps read there. P and dS are written by ordinary stores and read by wgmma:
-// the proxy fence is the readers', behind their wait, for the writers' would wait for their
-// additions to dq, too.
+// that the softmax warps read there. P and dS are written by ordinary stores and read by wgmma: the
+// gradient warps fence (wait_written).
 struct Barriers {
   u64 stage_full[N_STAGE], stage_empty[N_STAGE];
   u64 kv_full[N_KV_STAGE], kv_empty[N_KV_STAGE];

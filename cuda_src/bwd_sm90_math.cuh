@@ -66,11 +66,9 @@ struct KvTile {
 static_assert(N_STAGE == 2, "stages and parities are bits of the step's number");
 DC_FN int stage_of(int t) { return t & 1; }
 
-// dS of step t is complete, and dq of step t - 1 of both warpgroups is done. The fence: dS was
-// written by ordinary stores of all consumers, the product reads it through the async proxy.
+// dS of step t is complete, and dq of step t - 1 of both warpgroups is done.
 DC_FN void wait_ds(const SharedStorage& smem, int t) {
-  mbarrier_wait(smem_address(&smem.barriers.ds_full[stage_of(t)]), full_parity(t >> 1));
-  fence_async_smem();
+  wait_written(smem_address(&smem.barriers.ds_full[stage_of(t)]), full_parity(t >> 1));
 }
 
 // dq[64 q rows][its columns] = dS^T k.
