@@ -1,7 +1,8 @@
 // bwd_sm90_d64, the gradient warpgroup: dk and dv of the kv tile.
 //
 // It holds both transposed, [column][key], so that all operands come from shared memory and each
-// product has 128 keys as columns: dv^T += dout^T P, dk^T += q^T dS. P of a step comes earlier.
+// product has 128 keys as columns: dv^T += dout^T P, dk^T += q^T dS. P of a step comes
+// before its dS, so dv is started first.
 #pragma once
 #include "bwd_sm90_d64_layout.cuh"
 #include "bwd_sm90_transposed.cuh"
