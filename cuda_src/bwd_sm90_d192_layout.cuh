@@ -71,6 +71,8 @@ struct Barriers {
 constexpr bool ONE_STAGE = false;
 DC_FN const u64& q_empty(const Barriers& b, int stage) { return b.q_empty[stage]; }
 DC_FN const u64& dout_empty(const Barriers& b, int stage) { return b.dout_empty[stage]; }
+// ds_full of the step before would do, as in bwd_sm90: but without v_empty ptxas of CUDA 12.9, 13.0
+// and 13.5 serialises the products of some builds.
 DC_FN void wait_for_v(const Barriers& b, int n_kv_tile, int) {
   mbarrier_wait(smem_address(&b.v_empty), empty_parity(n_kv_tile));
 }
