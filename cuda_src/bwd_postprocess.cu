@@ -8,8 +8,9 @@
 // Rows that see no key are 0, whatever keys that other rows of their tile see left in dq_accum
 // (0 * NaN).
 //
-// dq_accum lies in the order of the accumulators, 64 columns after 64 (the layouts say how): two
-// columns of a row are together, so a tile goes through shared memory to become whole rows.
+// dq_accum of a q tile lies as the accumulators of a warpgroup do: float4 number j * 128 + t is
+// columns 8 j + 2 (t % 4) + {0, 1} of row 16 (t / 32) + t % 32 / 4 and, in its second half, of that
+// row + 8. So a tile goes through shared memory to become whole rows.
 #include "params.cuh"
 #include "ptx/dependent_launch.cuh"
 #include "schedules/shape.cuh"

@@ -37,8 +37,11 @@ DC_FN void sum_gradient(SharedStorage& smem, const BackwardParams& params, int w
         const u32 a = descriptor_low(rows_at) + row_stage * (Q_TILE_BYTES / 16);
         const u32 b = descriptor_low(smem_address(scores[0])) + stage * (SCORE_BYTES / 16);
         random_delay(t);
-        mbarrier_wait(smem_address(&scores_full[stage]), full_parity(t / N_SCORE_STAGE));
-        if (!IS_DV) fence_async_smem();
+        const u32 full = smem_address(&scores_full[stage]), parity = full_parity(t / N_SCORE_STAGE);
+        if (IS_DV)
+          mbarrier_wait(full, parity);
+        else
+          wait_written(full, parity);
         wgmma_fence();
 #pragma unroll
         for (int panel = 0; panel < N_PANEL; ++panel)

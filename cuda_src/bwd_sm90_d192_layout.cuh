@@ -56,8 +56,8 @@ DC_FN bool needs_mask(const Mask& mask, int row0, int key0) {
 //                                                                                   staging
 //
 // dv and dk warps need not wait for q and dout: P and dS are made of them. P and dS are written by
-// ordinary stores and read by wgmma. The proxy fence for dS is the readers', as in bwd_sm90_d64;
-// that for P is the writers', before their arrival: without it there ptxas serialises the products.
+// ordinary stores and read by wgmma. For dS it is the dk warps who fence (wait_written), for P the
+// softmax warps, before their arrival: without that ptxas serialises the products.
 struct Barriers {
   u64 q_full[N_Q_STAGE], q_empty[N_Q_STAGE];
   u64 dout_full[N_DOUT_STAGE], dout_empty[N_DOUT_STAGE];
@@ -71,6 +71,8 @@ struct Barriers {
 constexpr bool ONE_STAGE = false;
 DC_FN const u64& q_empty(const Barriers& b, int stage) { return b.q_empty[stage]; }
 DC_FN const u64& dout_empty(const Barriers& b, int stage) { return b.dout_empty[stage]; }
+// ds_full of the step before would do, as in bwd_sm90: but without v_empty ptxas of CUDA 12.9, 13.0
+// and 13.5 serialises the products of some builds.
 DC_FN void wait_for_v(const Barriers& b, int n_kv_tile, int) {
   mbarrier_wait(smem_address(&b.v_empty), empty_parity(n_kv_tile));
 }
@@ -90,12 +92,6 @@ struct alignas(1024) SharedStorage {
   Barriers barriers;
 };
 static_assert(sizeof(SharedStorage) == DC_SMEM_BYTES, "config.py counts another size");
-
-DC_FN void note_left(SharedStorage& smem, int n, int left) { smem.steps_left[n] = left; }
-
-// dq_accum of one q tile, as its accumulators lie in registers: float4 number j * 128 + t is
-// columns 8 j + 2 (t % 4) + {0, 1} of row 16 (t / 32) + t % 32 / 4 and, in its second half, of that
-// row + 8.
 
 DC_FN void init_barriers(SharedStorage& smem) {
   Barriers& b = smem.barriers;

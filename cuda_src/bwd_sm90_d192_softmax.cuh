@@ -6,8 +6,8 @@
 //   dP = dout v^T                   under it:
 //   P = exp2(S * scale_log2 - lse_log2)  -> p[t]
 //   dS = P (dP - delta)                  -> ds[t]
-//   dq = dS k                       64 columns at a time, the last when the first ones are sent
-//   dq_part -> dq_accum             at its turn
+//   dq = dS k                       64 columns at a time
+//   dq_part -> dq_accum             at its turn, while the next columns are computed
 //   S(t + 1) = q k^T                runs while the last columns are sent
 //
 // Registers of 136: S 48 + dP 48, whose places dq takes in turn, and dS packed 24.
@@ -131,23 +131,20 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
 #pragma unroll
       for (int i = 0; i < N_PANEL; ++i) {
         float(&dq)[32] = accumulators(i);
-        if (i + 1 == N_PANEL) {  // additions read their registers late: two panels apart
-          start_dq(dq, ds, k_rows, i);
+        wgmma_wait<1>();  // panel i
+        keep_below(dq);
+        if (i == 0) mbarrier_wait(smem_address(&barriers.turn[0]), full_parity(t));
+        send_dq<8>(dq, 0, dq_at + i * (8 * WARPGROUP_SIZE), send);
+        if (i + 2 < N_PANEL) {
+          start_dq(dq, ds, k_rows, i + 2);
+        } else if (i + 2 == N_PANEL) {
           if (t + 1 < kv_end) {
             start_s(t + 1);
           } else {          // an empty group
             wgmma_fence();  // without it ptxas puts one in, and says so
             wgmma_commit();
           }
-          wgmma_wait<1>();
-        } else if (i == 0) {
-          wgmma_wait<1>();
-        } else {
-          wgmma_wait<0>();
         }
-        keep_below(dq);
-        if (i == 0) mbarrier_wait(smem_address(&barriers.turn[0]), full_parity(t));
-        send_dq<8>(dq, 0, dq_at + i * (8 * WARPGROUP_SIZE), send);
       }
       if (t + 1 == kv_end) mbarrier_arrive_warp(smem_address(&barriers.k_empty), lane);
       mbarrier_arrive_warp(smem_address(&barriers.dq_added[0]), lane);

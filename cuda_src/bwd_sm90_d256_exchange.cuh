@@ -11,13 +11,13 @@ DC_FN int take_work_of_pair(SharedStorage& smem, const BackwardParams& params, i
   int work = 0;
   if (lane == 0) {
     if (cta_rank() == 0) {
-      mbarrier_wait_cluster(smem_address(&barriers.work_wanted), full_parity(n_work));
+      mbarrier_wait<Arrivals::OF_CLUSTER>(smem_address(&barriers.work_wanted), full_parity(n_work));
       work = int(atomicAdd(params.work_counter, 1u));
       store_cluster(cluster_address(smem_address(&smem.work), 1), u32(work));
       mbarrier_arrive_cluster(cluster_address(smem_address(&barriers.work_came), 1));
     } else {
       mbarrier_arrive_cluster(cluster_address(smem_address(&barriers.work_wanted), 0));
-      mbarrier_wait_cluster(smem_address(&barriers.work_came), full_parity(n_work));
+      mbarrier_wait<Arrivals::OF_CLUSTER>(smem_address(&barriers.work_came), full_parity(n_work));
       work = int(ld_shared(smem_address(&smem.work)));
     }
   }

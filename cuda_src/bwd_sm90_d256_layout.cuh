@@ -117,12 +117,6 @@ struct alignas(1024) SharedStorage {
 };
 static_assert(sizeof(SharedStorage) == DC_SMEM_BYTES, "config.py counts another size");
 
-DC_FN void note_left(SharedStorage& smem, int n, int left) { smem.steps_left[n] = left; }
-
-// dq_accum of one q tile, as its accumulators lie in registers: float4 number j * 128 + t is
-// columns 8 j + 2 (t % 4) + {0, 1} of row 16 (t / 32) + t % 32 / 4 and, in its second half, of that
-// row + 8.
-
 DC_FN void init_barriers(SharedStorage& smem) {
   Barriers& b = smem.barriers;
 #pragma unroll

@@ -1,7 +1,8 @@
 // bwd_sm90_d64, the gradient warpgroup: dk and dv of the kv tile.
 //
 // It holds both transposed, [column][key], so that all operands come from shared memory and each
-// product has 128 keys as columns: dv^T += dout^T P, dk^T += q^T dS. P of a step comes earlier.
+// product has 128 keys as columns: dv^T += dout^T P, dk^T += q^T dS. P of a step comes
+// before its dS, so dv is started first.
 #pragma once
 #include "bwd_sm90_d64_layout.cuh"
 #include "bwd_sm90_transposed.cuh"
@@ -25,8 +26,7 @@ DC_FN void sum_gradients(SharedStorage& smem, const BackwardParams& params, int 
         const u32 p = descriptor_low(smem_address(smem.p), SCORE_PANEL_BYTES) +
                       w * (SCORE_BYTES / 16);
         random_delay(t);
-        mbarrier_wait(smem_address(&barriers.p_full[w]), full_parity(t / N_SOFTMAX));
-        fence_async_smem();
+        wait_written(smem_address(&barriers.p_full[w]), full_parity(t / N_SOFTMAX));
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < Q_TILE / 16; ++k)
@@ -34,8 +34,7 @@ DC_FN void sum_gradients(SharedStorage& smem, const BackwardParams& params, int 
               dv, descriptor(q + (N_STAGE * Q_TILE_BYTES + k * K_STEP_ROWS_BYTES) / 16),
               descriptor(p + k * K_STEP_ROWS_BYTES / 16));
         wgmma_commit();
-        mbarrier_wait(smem_address(&barriers.ds_full[w]), full_parity(t / N_SOFTMAX));
-        fence_async_smem();
+        wait_written(smem_address(&barriers.ds_full[w]), full_parity(t / N_SOFTMAX));
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < Q_TILE / 16; ++k)

@@ -51,9 +51,8 @@ DC_FN bool needs_mask(const Mask& mask, int row0, int key0) {
 // GRADIENTS (1)    128 threads     gradient                           gradient      dk, dv
 //
 // The gradient warps read q, dout and rows last: they wait for P and dS, which are made of all
-// that the softmax warps read there. P and dS are written by ordinary stores and read by wgmma:
-// the proxy fence is the readers', behind their wait, for the writers' would wait for their
-// additions to dq, too.
+// that the softmax warps read there. P and dS are written by ordinary stores and read by wgmma: the
+// gradient warps fence (wait_written).
 struct Barriers {
   u64 stage_full[N_STAGE], stage_empty[N_STAGE];
   u64 kv_full[N_KV_STAGE], kv_empty[N_KV_STAGE];
@@ -78,12 +77,6 @@ struct alignas(1024) SharedStorage {
   Barriers barriers;
 };
 static_assert(sizeof(SharedStorage) == DC_SMEM_BYTES, "config.py counts another size");
-
-DC_FN void note_left(SharedStorage& smem, int n, int left) { smem.steps_left[n] = left; }
-
-// dq_accum of one q tile, as its accumulators lie in registers: float4 number j * 128 + t is
-// columns 8 j + 2 (t % 4) + {0, 1} of row 16 (t / 32) + t % 32 / 4 and, in its second half, of that
-// row + 8.
 
 DC_FN void init_barriers(SharedStorage& smem) {
   Barriers& b = smem.barriers;

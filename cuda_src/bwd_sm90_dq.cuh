@@ -39,8 +39,7 @@ DC_FN void write_dq(SharedStorage& smem, const BackwardParams& params, int slot)
       if (batch.ends_work && i + N_WRITER >= batch.count)
         mbarrier_arrive(smem_address(&barriers.turns_came));
       random_delay(i);
-      mbarrier_wait(dq_full, full_parity((step0 + i) / N_STAGE));
-      fence_async_smem();  // dq_part was stored by the consumers: else the copy may read old bytes
+      wait_written(dq_full, full_parity((step0 + i) / N_STAGE));
       float* sum = params.dq_accum + i64(step.tile_index) * (Q_TILE * HEAD_DIM);
       if (is_first)
         bulk_store(sum, dq, DQ_BYTES);

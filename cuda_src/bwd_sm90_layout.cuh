@@ -71,7 +71,7 @@ struct alignas(1024) SharedStorage {
   u8 q[N_STAGE][Q_TILE_BYTES];            // [2][Q_TILE][128 bytes]
   u8 dout[N_STAGE][Q_TILE_BYTES];
   u8 ds[N_STAGE][DS_BYTES];  // [KV_TILE][128 bytes]: row = key, 64 q rows
-  u8 dq[N_STAGE][DQ_BYTES];  // in the order of dq_accum
+  u8 dq[N_STAGE][DQ_BYTES];  // in the order of dq_accum (bwd_postprocess.cu)
   u8 rows[N_STAGE][ROW_TILE_BYTES];
   Batch batches[N_BATCH];
   Barriers barriers;
@@ -79,10 +79,6 @@ struct alignas(1024) SharedStorage {
 static_assert(sizeof(SharedStorage) == DC_SMEM_BYTES, "config.py counts another size");
 
 DC_FN void note_left(SharedStorage&, int, int) {}  // nobody asks
-
-// dq_accum of one q tile, as its accumulators lie in registers: float4 number
-// (w * 8 + j) * 128 + t is columns 64 w + 8 j + 2 (t % 4) + {0, 1} of rows
-// 16 (t / 32) + t % 32 / 4 and, in its second half, that row + 8.
 
 DC_FN void init_barriers(SharedStorage& smem) {
   Barriers& b = smem.barriers;

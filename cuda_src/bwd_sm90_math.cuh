@@ -15,8 +15,9 @@
 //   dk += dS q
 //   dq_part(t - 1) -> dq[t - 1]
 //
-// Registers of 240: dk 64 + dv 64, S 32 + dP 32 (dP's become dq), packed P and dS 32, k of the
-// first K_REGISTER_STEPS k steps 12, constant columns 8.
+// Registers of 240: dk 64 + dv 64, k of the first K_REGISTER_STEPS k steps 12 or 8 (with 96 columns
+// dk 48 + dv 48, k 24), constant columns 8; and, not all at once, S 32, dP 32 (dP's become dq),
+// packed P 16 and dS 16.
 #pragma once
 #include "bwd_sm90_layout.cuh"
 #include "bwd_sm90_products.cuh"
@@ -26,8 +27,8 @@
 constexpr int N_K_STEP = HEAD_DIM / 16;
 // Every product of S that reads k from registers leaves 8 KB of shared memory bandwidth to others.
 // With 96 columns there is room for all of k; with 128 ptxas serialises the products if it is one k
-// step more than here, and that of CUDA 13.5 does so one k step earlier than that of 12.9 and 13.0.
-// Bits do not depend on it: the products are the same.
+// step more than here, and that of CUDA 13.5 does so one k step earlier than that of 12.9 and 13.0;
+// those between are taken as 13.5, untested. Bits do not depend on it: the products are the same.
 constexpr int K_REGISTER_STEPS = HEAD_DIM == 96 ? N_K_STEP
                                  : __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ > 1300 ? 2 : 3;
 // From one panel of 64 columns to the next.
@@ -66,11 +67,9 @@ struct KvTile {
 static_assert(N_STAGE == 2, "stages and parities are bits of the step's number");
 DC_FN int stage_of(int t) { return t & 1; }
 
-// dS of step t is complete, and dq of step t - 1 of both warpgroups is done. The fence: dS was
-// written by ordinary stores of all consumers, the product reads it through the async proxy.
+// dS of step t is complete, and dq of step t - 1 of both warpgroups is done.
 DC_FN void wait_ds(const SharedStorage& smem, int t) {
-  mbarrier_wait(smem_address(&smem.barriers.ds_full[stage_of(t)]), full_parity(t >> 1));
-  fence_async_smem();
+  wait_written(smem_address(&smem.barriers.ds_full[stage_of(t)]), full_parity(t >> 1));
 }
 
 // dq[64 q rows][its columns] = dS^T k.

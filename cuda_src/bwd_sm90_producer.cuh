@@ -52,7 +52,7 @@ DC_FN void load_tiles(SharedStorage& smem, const BackwardParams& params, const B
       mbarrier_arrive_expect(dout_full, Q_TILE_BYTES);
       load_panels(smem.dout[dout_stage], Q_TILE_BYTES / N_PANEL, maps.dout, dout_full, row, q_head,
                   batch.batch);
-      if (new_kv_tile) {  // behind q and dout, whose places are free before those of v and k
+      if (new_kv_tile) {  // behind q and dout, whose places as a rule are free before those of v, k
         wait_for_v(barriers, n_kv_tile, t);
         mbarrier_arrive_expect(kv_full, 2 * KV_TILE_BYTES);
         load_panels(smem.v, KV_TILE_BYTES / N_PANEL, maps.v, kv_full, batch.row0, batch.kv_head,

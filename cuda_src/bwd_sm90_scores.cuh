@@ -1,10 +1,15 @@
 // The Hopper backwards with q rows as rows of S: masks, P and dS, and dq from registers to its sum.
+//
+// Included behind a layout: SharedStorage with `steps_left`.
 #pragma once
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/warpgroup.cuh"
 #include "tile/mask.cuh"
+
+// For the planner: here the softmax warps ask.
+DC_FN void note_left(SharedStorage& smem, int n, int left) { smem.steps_left[n] = left; }
 
 // Scores of keys that this lane's rows do not see: selected away before exp2, for they may be
 // anything. `row` is its first row, the second is row + 8; `key` the key of its first column.
@@ -80,8 +85,8 @@ DC_FN Send how_to_send(const Step& step) {
   return step.ticket == (DC_UNORDERED ? ~0u : 0u) ? Send::STORE : Send::ADD;
 }
 
-// Sends 8 N columns of a part of dq, from 8 j on. The turn has come: what others added happened
-// before the turn warp saw their release, and so before this.
+// Sends 8 N columns of a part of dq, from 8 j on, to where bwd_postprocess.cu reads them. The turn
+// has come: what others added happened before the turn warp saw their release, and so before this.
 template <int N, int M>
 DC_FN void send_dq(const float (&dq)[M], int j, float4* to, Send send) {
   if (send == Send::ADD) {

@@ -6,6 +6,7 @@
 #include "ptx/cluster.cuh"
 #include "ptx/dependent_launch.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
 #include "tile/mask.cuh"
 
@@ -59,6 +60,15 @@ DC_FN void init_batch_barriers(const Barriers& b, int n_reader) {
 // Parity of use number n of a barrier whose first wait must pass (empty) or block (full).
 DC_FN u32 full_parity(int n) { return u32(n) & 1; }
 DC_FN u32 empty_parity(int n) { return (u32(n) & 1) ^ 1; }
+
+// Until what others wrote to shared memory by ordinary stores may be read through the async proxy,
+// by wgmma or a bulk copy. The proxy fence only has to lie on the way from the write to the read.
+// It is the reader's, for it waits for all that its thread has under way: where the writers are
+// those who add to dq, for these additions, too.
+DC_FN void wait_written(u32 barrier, u32 parity) {
+  mbarrier_wait(barrier, parity);
+  fence_async_smem();
+}
 
 // What a reader of batches does: waits until the planner has made batch n, and hands it back.
 template <class Barriers>

@@ -133,10 +133,7 @@ def _forward_maps(plan: Plan, layouts: Mapping[str, Layout]) -> list[_Map]:
         rows = plan.config.kv_tile if of_keys else WARPGROUP_ROWS
         # Without a key nothing of k and v is looked at, but a map must be of something.
         source = "q" if of_keys and problem.kv_len == 0 else name
-        layout = layouts[source]
-        if f"{source}_copy" in order:
-            layout = layout._replace(strides=contiguous_strides(layout.shape))
-            source = f"{source}_copy"
+        source, layout = _as_read(order, layouts, source)
         if of_keys and problem.kv_len > 0:
             batch, _, n_head, head_dim = layout.shape
             layout = layout._replace(shape=(batch, n_seen, n_head, head_dim))
@@ -159,21 +156,26 @@ def _backward_maps(plan: Plan, layouts: Mapping[str, Layout]) -> list[Callable]:
     if problem.q_len == 0 or problem.n_q_head == 0:
         # No step reads anything, and a map must be of something.
         return [lambda addresses: b""] * len(names)
-    copied = {name for kernel in plan.kernels for name in kernel.copies or ()}
     maps = []
     for name in names:
         rows, begin, end = (
             (plan.config.kv_tile // plan.config.cluster, 0, key_end) if name in ("k", "v") else
             (plan.config.q_tile, first_row, problem.q_len))
-        layout = layouts[name]
-        if f"{name}_copy" in copied:
-            layout = layout._replace(strides=contiguous_strides(layout.shape))
-            name = f"{name}_copy"
+        name, layout = _as_read(order, layouts, name)
         skip = tensor_map.ELEMENT_BYTES * begin * layout.strides[1]
         batch, _, n_head, head_dim = layout.shape
         maps.append(_Map(order.index(name), skip,
                          layout._replace(shape=(batch, end - begin, n_head, head_dim)), rows))
     return maps
+
+
+def _as_read(order: Sequence[str], layouts: Mapping[str, Layout],
+             name: str) -> tuple[str, Layout]:
+    """Name and layout of what a map of this array is of: the copy, if the workspace has one."""
+    layout, copy = layouts[name], f"{name}_copy"
+    if copy not in order:
+        return name, layout
+    return copy, layout._replace(strides=contiguous_strides(layout.shape))
 
 
 _MAPS = {"forward_sm90": _forward_maps, "backward_maps": _backward_maps}

@@ -42,6 +42,49 @@ _SHORT_CAUSAL_TILES = {
 
 
 @dataclass(frozen=True)
+class _Storage:
+    """What SharedStorage of a backward holds beside q, dout, dq and batches.
+
+    Parameters
+    ----------
+    kv_tiles
+        Of the size of k, k and v among them.
+    score_tiles
+        Of the size of P or dS.
+    row_value_bytes
+        What a q row has of lse and delta.
+    barriers
+        Beside those that all have.
+    more_q_tiles
+        Of the size of q, beside the stages.
+    more_bytes
+        Whatever else.
+    """
+
+    kv_tiles: float
+    score_tiles: int
+    row_value_bytes: int
+    barriers: int
+    more_q_tiles: float = 0
+    more_bytes: int = 0
+
+
+_LSE_AND_DELTA_BYTES, _STEPS_LEFT_BYTES = 2 * 4, 4 * _N_BATCH
+_STORAGES = {
+    # k and v twice, dk and dv; P and dS of two warpgroups.
+    "bwd_sm90_d64": _Storage(6, 4, _LSE_AND_DELTA_BYTES, 24, more_bytes=_STEPS_LEFT_BYTES),
+    # dS twice.
+    "bwd_sm90": _Storage(2, 2, ROW_VALUE_BYTES, 14),
+    # P and dS twice.
+    "bwd_sm90_d192": _Storage(2, 4, _LSE_AND_DELTA_BYTES, 21, more_bytes=_STEPS_LEFT_BYTES),
+    # Half of k of the other CTA; P twice, dS and that of the other CTA; a third half of dout; the
+    # work.
+    "bwd_sm90_d256": _Storage(2.5, 4, _LSE_AND_DELTA_BYTES, 25, more_q_tiles=0.5,
+                              more_bytes=_STEPS_LEFT_BYTES + 4),
+}
+
+
+@dataclass(frozen=True)
 class BackwardLoop:
     """A main loop of the backward, for head_dims of up to ``head_dim_pad``.
 
@@ -83,29 +126,14 @@ class BackwardLoop:
         n_key = self.kv_tile // self.cluster
         q_bytes, kv_bytes = self.q_tile * row_bytes, n_key * row_bytes
         score_bytes = 2 * self.q_tile * n_key
-        value_bytes = self.q_stages * self.q_tile * ROW_VALUE_BYTES
-        tiles = 2 * kv_bytes + (self.q_stages + self.do_stages) * q_bytes
-        if self.kernel == "bwd_sm90_d64":
-            # k and v again; lse and delta; P and dS of two warpgroups; dk and dv; steps left.
-            tiles += 2 * kv_bytes + self.q_stages * 2 * 4 * self.q_tile + 4 * score_bytes
-            tiles += 2 * kv_bytes + 4 * _N_BATCH
-            barriers = 2 * self.q_stages + 2 * 2 + 6 * 2
-        elif self.kernel == "bwd_sm90_d192":
-            # P and dS twice; lse and delta; steps left.
-            tiles += 4 * score_bytes + self.q_stages * 2 * 4 * self.q_tile + 4 * _N_BATCH
-            barriers = 2 * (self.q_stages + self.do_stages) + 3 + 4 * 2 + 2
-        elif self.kernel == "bwd_sm90":
-            # dS twice; dq; row values.
-            dq_bytes = 4 * self.q_tile * self.head_dim_pad
-            tiles += 2 * score_bytes + self.dq_slots * dq_bytes + value_bytes
-            barriers = 4 * self.q_stages + 2 + 2 * self.dq_slots
-        else:
-            # Half of k of the other CTA; a third half of dout; P twice, dS and that of the other
-            # CTA; lse and delta; steps left; the work.
-            tiles += kv_bytes // 2 + q_bytes // 2 + 4 * score_bytes
-            tiles += self.q_stages * 2 * 4 * self.q_tile + 4 * _N_BATCH + 4
-            barriers = 2 * self.q_stages + 6 + 3 + 4 + 4 + 2 + 2
-        total = tiles + _BATCHES_BYTES + 8 * (barriers + 3 * _N_BATCH + 1)
+        storage = _STORAGES[self.kernel]
+        q_tiles = self.q_stages + self.do_stages + storage.more_q_tiles
+        tiles = storage.kv_tiles * kv_bytes + q_tiles * q_bytes + storage.score_tiles * score_bytes
+        dq_bytes = self.dq_slots * 4 * self.q_tile * self.head_dim_pad
+        value_bytes = self.q_stages * self.q_tile * storage.row_value_bytes
+        barriers = storage.barriers + 3 * _N_BATCH + 1  # of batches; turns_came
+        total = (int(tiles) + dq_bytes + value_bytes + storage.more_bytes + _BATCHES_BYTES +
+                 8 * barriers)
         return -(-total // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT
 
 

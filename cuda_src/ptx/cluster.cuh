@@ -32,7 +32,7 @@ DC_FN void cluster_sync() {
 }
 
 // One arrival at a barrier given by its cluster_address; what this thread wrote before is seen by
-// who waits with mbarrier_wait_cluster. PTX ISA: mbarrier.arrive.
+// who waits there for Arrivals::OF_CLUSTER. PTX ISA: mbarrier.arrive.
 DC_FN void mbarrier_arrive_cluster(u32 barrier) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
                : "memory");
@@ -44,20 +44,6 @@ DC_FN void mbarrier_free_cluster_warp(u32 barrier, int lane) {
   __syncwarp();
   if (lane == 0)
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// As mbarrier_wait, for a barrier of this CTA where another CTA's arrival passes on what that CTA
-// wrote. PTX ISA: mbarrier.try_wait.
-DC_FN void mbarrier_wait_cluster(u32 barrier, u32 parity) {
-  u32 done = 0;
-  for (int i = 0; !done && !(DC_DEBUG && i >> 22); ++i)
-    asm volatile(
-        "{\n\t.reg .pred p;\n\t"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n\t"
-        "selp.u32 %0, 1, 0, p;\n\t}"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
 }
 
 // To a cluster_address. PTX ISA: st, .shared::cluster.

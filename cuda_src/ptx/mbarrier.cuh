@@ -32,28 +32,39 @@ DC_FN void mbarrier_arrive_expect(u32 barrier, int n_bytes) {
                : "memory");
 }
 
+// Whose arrivals pass on what they wrote to who waits: those of this CTA, or of its cluster.
+enum class Arrivals { OF_CTA, OF_CLUSTER };
+
 // Whether the phase has ended; the hardware may wait some time before it says no.
 // PTX ISA: mbarrier.try_wait.
+#define DC_TRY_WAIT(ACQUIRE)                                                 \
+  asm volatile(                                                              \
+      "{\n\t.reg .pred p;\n\t"                                               \
+      "mbarrier.try_wait.parity" ACQUIRE ".shared::cta.b64 p, [%1], %2;\n\t" \
+      "selp.u32 %0, 1, 0, p;\n\t}"                                           \
+      : "=r"(done)                                                           \
+      : "r"(barrier), "r"(parity)                                            \
+      : "memory")
+template <Arrivals ARRIVALS>
 DC_FN bool mbarrier_try_wait(u32 barrier, u32 parity) {
   u32 done;
-  asm volatile(
-      "{\n\t.reg .pred p;\n\t"
-      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
-      "selp.u32 %0, 1, 0, p;\n\t}"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
+  if (ARRIVALS == Arrivals::OF_CLUSTER)
+    DC_TRY_WAIT(".acquire.cluster");
+  else
+    DC_TRY_WAIT("");
   return done;
 }
+#undef DC_TRY_WAIT
 
 // Debug builds give up after some seconds and go on with wrong data: a trap in a loop around wgmma
 // makes ptxas forget the register budget of setmaxnreg and serialise the products.
+template <Arrivals ARRIVALS = Arrivals::OF_CTA>
 DC_FN void mbarrier_wait(u32 barrier, u32 parity) {
 #if DC_DEBUG
-  for (int i = 0; i < (1 << 22) && !mbarrier_try_wait(barrier, parity); ++i) {
+  for (int i = 0; i < (1 << 22) && !mbarrier_try_wait<ARRIVALS>(barrier, parity); ++i) {
   }
 #else
-  while (!mbarrier_try_wait(barrier, parity)) {
+  while (!mbarrier_try_wait<ARRIVALS>(barrier, parity)) {
   }
 #endif
 }

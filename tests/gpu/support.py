@@ -125,6 +125,13 @@ def launcher_of(plan: Plan, arrays: dict, max_ctas: int | None = None) -> Callab
     return launch
 
 
+def with_pauses(plan: Plan) -> Plan:
+    """The same, of builds in which warps of the Hopper backwards pause now and then."""
+    return dataclasses.replace(plan, kernels=tuple(
+        dataclasses.replace(kernel, defines=(*kernel.defines, ("DC_DELAY", 1)))
+        if kernel.kernel.startswith("bwd_sm90") else kernel for kernel in plan.kernels))
+
+
 def check(case: Case, inputs: dict | None = None) -> dict[str, torch.Tensor]:
     """Compute a case and compare it with the truth; returns the results."""
     inputs = case.draw() if inputs is None else inputs

@@ -1,6 +1,5 @@
 """Bits never change: repeats, load, processes, SM counts, batches and CUDA graphs, by bytes."""
 
-import dataclasses
 import itertools
 
 import dashcupy
@@ -27,6 +26,7 @@ from .support import (
     limit,
     run,
     torch,
+    with_pauses,
 )
 
 pytestmark = pytest.mark.gpu
@@ -106,9 +106,7 @@ def test_random_delays(schedule, mask, head_dim):
     expected = run(case, inputs)
     plan = dashcupy.attention_plan(*(inputs[name] for name in "qkv"), causal=CAUSAL_OF_MASK[mask],
                                    schedule=schedule)
-    plan = dataclasses.replace(plan, kernels=tuple(
-        dataclasses.replace(kernel, defines=(*kernel.defines, ("DC_DELAY", 1)))
-        for kernel in plan.kernels))
+    plan = with_pauses(plan)
     into = {name: torch.empty_like(expected[name]) for name in ("dq", "dk", "dv")}
     launch = launcher_of(plan, inputs | {name: expected[name] for name in ("out", "lse")} | into)
     workspace = torch.full((plan.workspace_bytes,), 0xFF, dtype=torch.uint8, device=DEVICE)

@@ -1,6 +1,5 @@
 """A thousand repeats of one backward while others load the GPU; many small calls in a row."""
 
-import dataclasses
 import os
 
 import pytest
@@ -18,6 +17,7 @@ from .support import (
     limit,
     run,
     torch,
+    with_pauses,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -50,10 +50,7 @@ def plans_of(case: Case) -> list[Plan]:
     capability = driver.device(0).compute_capability
     forward, plan = (make_plan(case.problem, direction, capability, case.schedule)
                      for direction in ("forward", "backward"))
-    delayed = dataclasses.replace(plan, kernels=tuple(
-        dataclasses.replace(kernel, defines=(*kernel.defines, ("DC_DELAY", 1)))
-        if kernel.kernel.startswith("bwd_sm90") else kernel for kernel in plan.kernels))
-    return [forward, plan, delayed]
+    return [forward, plan, with_pauses(plan)]
 
 
 @pytest.fixture(scope="module", autouse=True)
