@@ -62,7 +62,7 @@ BACKWARD_TABLE = {
     "bwd_sm90": BackwardKernel(
         row_values=True, group_rows=2**14, most_rows=2**17,
         team_tiles=(range(16, 257), range(32, 129)), longest_tiles=range(17, 257),
-        groups=("", "descending")),
+        groups=("ascending", "descending")),
     # A turn ends sooner when L2 holds the sum, however few heads that are. Steps are half as long,
     # so that a turn takes almost two of them; kv tiles of shortest_first begin two q tiles apart,
     # and where heads take turns those of a chunk begin later, too.

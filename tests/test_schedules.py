@@ -209,9 +209,11 @@ def test_auto_of_each_kernel(n_kv, kernel, full_team, team, longest, else_causal
 
 @pytest.mark.parametrize("kernel", ["bwd_sm90", "bwd_sm90_d64"])
 def test_auto_of_q_heads_that_share_a_kv_head(kernel):
-    """Measured with 4 of them: 1.39 instead of 1.17 ms (128), 1.85 instead of 1.26 ms (64)."""
+    """Measured with 4 of them, 4096 rows: 1.36 instead of 1.17 ms (128, causal), 1.85 instead of
+    1.26 (64, causal), 2.46 instead of 2.08 (128, full).
+    """
     shape = Shape.from_counts(64, 32, True, stride=2)
     alone = schedules.resolve("auto", shape, kernel, 1).NAME
     assert alone != schedules.resolve("auto", shape, kernel, 4).NAME == "descending"
     full = Shape.from_counts(64, 32, False, stride=2)
-    assert schedules.resolve("auto", full, kernel, 1) is schedules.resolve("auto", full, kernel, 4)
+    assert schedules.resolve("auto", full, kernel, 4).NAME == "ascending"
