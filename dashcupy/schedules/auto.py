@@ -31,7 +31,8 @@ def auto(shape: Shape, kernel: str = "", q_per_kv: int = 1) -> str:
     * full: ``ascending``; all kv tiles are equally long, so the order of works is all the same.
     * ``shift`` and ``symmetric_shift`` need a team, and some kernels gain from one: which, and for
       how many kv tiles, is a fact of the kernel, too. But not from one of 33 to 59 works: where a
-      whole number of them does not fill the GPU, SMs idle for the length of a work.
+      whole number of them does not fill the GPU, SMs idle for the length of a work. Nor from one
+      with few q tiles, on which its kv tiles meet.
     * With q heads that share kv heads a kv tile is so long that what its q heads need no longer
       stays in L2, unless the CTAs walk over it together, as in ``descending`` and ``ascending``.
     """
@@ -39,8 +40,10 @@ def auto(shape: Shape, kernel: str = "", q_per_kv: int = 1) -> str:
     if q_per_kv > 1 and facts.groups[shape.causal]:
         return facts.groups[shape.causal]
     n_active, team = shape.num_active_kv_tiles(), symmetric_shift if shape.causal else shift
-    fills = not MAX_TEAM // 2 < team.team_size(shape) < MAX_TEAM * 15 // 16
-    if n_active in facts.team_tiles[shape.causal] and fills:
+    size = team.team_size(shape)
+    gains = (n_active in facts.team_tiles[shape.causal] and shape.n_q >= 2 * size - 1
+             and not MAX_TEAM // 2 < size < MAX_TEAM * 15 // 16)
+    if gains:
         return team.NAME
     if shape.causal and n_active in facts.longest_tiles:
         return "longest_first"
