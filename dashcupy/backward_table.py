@@ -20,10 +20,10 @@ class BackwardKernel:
     defines
         Its own part of the config block: names, and the fields of `BackwardConfig` they show.
     group_rows, group_heads, most_rows
-        kv rows, and kv heads at least (full mask, causal mask), but no more than so many rows,
-        whose works are handed out together: `plan.head_group`.
+        kv rows, and kv heads at least (full mask, causal mask), but no more than so many rows, of
+        heads that take turns as works are handed out: `plan.head_group`.
     chunk_rows
-        The same for schedules that hand out a head in chunks: kv rows.
+        kv rows of them where a schedule hands out a head in chunks.
     team_tiles
         Numbers of active kv tiles (full mask, causal mask) for which ``"auto"`` is a team, if it
         fills a GPU: ``shift`` or ``symmetric_shift``.
@@ -69,7 +69,8 @@ BACKWARD_TABLE = {
         group_rows=2**15, group_heads=(1, 1), chunk_rows=2**16, longest_tiles=range(17, 257),
         causal="shortest_first", groups=("", "descending")),
     # Its softmax warps wait for turns as well, but a turn takes less than a step. Teams even out
-    # short heads; those of long ones walk apart, and outrun L2.
+    # short heads; those of long ones walk apart, and outrun L2. From 40 kv tiles on they leave SMs
+    # idle, and up to 63 the blocks of longest_first still queue.
     "bwd_sm90_d192": BackwardKernel(
         slots=1, group_rows=2**14, group_heads=(1, 1), chunk_rows=2**15,
         team_tiles=(range(0), range(4, 40)), longest_tiles=range(64, 257),

@@ -54,7 +54,7 @@ class _Storage:
     row_value_bytes
         What a q row has of lse and delta.
     barriers
-        Beside those that all have.
+        Beside those that all have, with the stages of its loop.
     more_q_tiles
         Of the size of q, beside the stages.
     more_bytes

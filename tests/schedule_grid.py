@@ -5,7 +5,7 @@ from dashcupy.schedules import Shape
 # (q rows, kv rows): stride 1, 2, 3, q tiles larger than kv tiles, and neither a multiple.
 TILES = ((4, 4), (4, 8), (4, 12), (8, 4), (6, 4))
 # More kv tiles than one team holds, more or fewer of them than q tiles; in q and kv tiles.
-MANY_TILES = ((130, 130), (40, 131), (300, 150))
+MANY_TILES = ((130, 130), (40, 131), (300, 150), (64, 32), (66, 33), (96, 48))
 
 
 def shapes(q_rows, kv_rows, causal):

@@ -10,7 +10,7 @@ class Shape:
     """One head cut into tiles.
 
     A schedule is a function of this value alone: never of batch, heads, SM count or load. The
-    same arithmetic stands in ``cuda_src/schedules/contract.cuh``.
+    same arithmetic stands in ``cuda_src/schedules/shape.cuh``.
 
     Parameters
     ----------
