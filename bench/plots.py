@@ -20,8 +20,8 @@ _PEERS = {"dashcupy": ("#1f4e9c", "dashcupy, deterministic"),
           "fa4_det": ("#5c4033", "FlashAttention-4, deterministic"),
           "fa4": ("#a9876b", "FlashAttention-4")}
 _SCHEDULES = {"ascending": "#8d99ae", "descending": "#1f4e9c", "shortest_first": "#6a994e",
-              "longest_first": "#7b2d8b",
-              "shift": "#e07a1f", "symmetric_shift": "#d1495b", "unordered": "#222222"}
+              "longest_first": "#7b2d8b", "shift": "#e07a1f", "symmetric_shift": "#d1495b",
+              "unordered": "#222222"}
 _PANELS = tuple((head_dim, causal) for head_dim in (64, 128) for causal in (True, False))
 
 

@@ -104,9 +104,8 @@ def test_random_delays(schedule, mask, head_dim):
     case = RACY.replace(schedule=schedule, mask=mask, head_dim=head_dim, batch=1)
     inputs = case.draw()
     expected = run(case, inputs)
-    plan = dashcupy.attention_plan(*(inputs[name] for name in "qkv"), causal=CAUSAL_OF_MASK[mask],
-                                   schedule=schedule)
-    plan = with_pauses(plan)
+    plan = with_pauses(dashcupy.attention_plan(
+        *(inputs[name] for name in "qkv"), causal=CAUSAL_OF_MASK[mask], schedule=schedule))
     into = {name: torch.empty_like(expected[name]) for name in ("dq", "dk", "dv")}
     launch = launcher_of(plan, inputs | {name: expected[name] for name in ("out", "lse")} | into)
     workspace = torch.full((plan.workspace_bytes,), 0xFF, dtype=torch.uint8, device=DEVICE)
