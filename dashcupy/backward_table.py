@@ -60,25 +60,26 @@ BACKWARD_TABLE = {
     # meet, where a head has kv tiles enough; but not where two kv heads, with all their q heads, no
     # longer fit L2: CTAs that walk over the q tiles together read each once.
     "bwd_sm90": BackwardKernel(
-        row_values=True, group_rows=2**14, most_rows=2**17, team_tiles=(range(16, 257), range(0)),
-        longest_tiles=range(17, 257), groups=("ascending", "descending")),
+        row_values=True, group_rows=2**14, most_rows=2**17,
+        team_tiles=(range(16, 257), range(32, 129)), longest_tiles=range(32, 257),
+        groups=("ascending", "descending")),
     # A turn ends sooner when L2 holds the sum, however few heads that are. Steps are half as long,
     # so that a turn takes almost two of them; kv tiles of shortest_first begin two q tiles apart,
     # and where heads take turns those of a chunk begin later, too.
     "bwd_sm90_d64": BackwardKernel(
-        group_rows=2**15, group_heads=(1, 1), chunk_rows=2**16, longest_tiles=range(17, 257),
+        group_rows=2**15, group_heads=(1, 1), chunk_rows=2**16, longest_tiles=range(48, 257),
         causal="shortest_first", groups=("", "descending")),
     # Its softmax warps wait for turns as well, but a turn takes less than a step. Teams even out
-    # short heads; those of long ones walk apart, and outrun L2. From 40 kv tiles on they leave SMs
-    # idle, and up to 63 the blocks of longest_first still queue.
+    # short heads; those of long ones walk apart, and outrun L2. Up to 63 kv tiles the blocks of
+    # longest_first still queue.
     "bwd_sm90_d192": BackwardKernel(
         slots=1, group_rows=2**14, group_heads=(1, 1), chunk_rows=2**15,
-        team_tiles=(range(0), range(4, 40)), longest_tiles=range(64, 257),
+        team_tiles=(range(0), range(4, 33)), longest_tiles=range(64, 257),
         causal="shortest_first", groups=("", "descending")),
     # Of long heads one is in flight, or two where works are uneven. Teams where a head has kv tiles
     # enough and one team, or two, hold all of it.
     "bwd_sm90_d256": BackwardKernel(
         group_rows=2**14, group_heads=(1, 2), team_tiles=(range(16, 129), range(0)),
-        longest_tiles=range(17, 257), causal="shortest_first",
+        longest_tiles=range(48, 257), causal="shortest_first",
         groups=("ascending", "descending")),
 }

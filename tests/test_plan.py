@@ -123,7 +123,7 @@ def test_a_team_has_its_head_alone():
 
 @pytest.mark.parametrize("kv_len, mask, n_kv_head, schedule", [
     (16384, "full", 4, "shift"), (16385, "full", 4, "ascending"), (1920, "full", 4, "ascending"),
-    (2048, "causal", 4, "shortest_first"), (2049, "causal", 4, "longest_first"),
+    (6016, "causal", 4, "shortest_first"), (6017, "causal", 4, "longest_first"),
     (12288, "full", 4, "ascending"),
     (32768, "causal", 4, "longest_first"), (32769, "causal", 4, "shortest_first"),
     (4096, "full", 2, "ascending"), (16384, "causal", 2, "descending")])
@@ -140,7 +140,7 @@ def test_auto_of_wide_heads(kv_len, mask, n_kv_head, schedule):
 
 
 @pytest.mark.parametrize("kv_len, mask, n_kv_head, schedule", [
-    (288, "causal", 4, "shortest_first"), (3744, "causal", 4, "symmetric_shift"),
+    (288, "causal", 4, "shortest_first"), (3072, "causal", 4, "symmetric_shift"),
     (3745, "causal", 4, "shortest_first"), (6144, "causal", 4, "longest_first"),
     (24576, "causal", 4, "longest_first"), (24577, "causal", 4, "shortest_first"),
     (4096, "full", 4, "ascending"), (4096, "causal", 2, "descending")])

@@ -1,4 +1,4 @@
-// longest_first: kv tiles in blocks, the block with the longest first; inside a block as in
+// longest_first: kv tiles in three blocks, the one with the longest first; inside a block as in
 // shortest_first. Causal only.
 //
 // In shortest_first nothing queues, for each kv tile starts on its own diagonal, but the long kv
@@ -9,12 +9,12 @@
 //   $ python -m dashcupy schedule longest_first --kv 6 --mask causal
 //   longest_first: causal mask, 6 q tiles, 6 kv tiles; cells are q tile.ticket
 //   work  kv     0    1    2    3    4    5
-//      0   2   2.0  3.0  4.0  5.0
-//      1   1   1.0  2.1  3.1  4.1  5.1
-//      2   0   0.0  1.1  2.2  3.2  4.2  5.2
-//      3   5   5.3
-//      4   4   4.3  5.4
-//      5   3   3.3  4.4  5.5
+//      0   1   1.0  2.0  3.0  4.0  5.0
+//      1   0   0.0  1.1  2.1  3.1  4.1  5.1
+//      2   3   3.2  4.2  5.2
+//      3   2   2.2  3.3  4.3  5.3
+//      4   5   5.4
+//      5   4   4.4  5.5
 #pragma once
 #include "schedules/contract.cuh"
 
@@ -22,13 +22,11 @@ static_assert(DC_CAUSAL, "longest_first is defined for the causal mask only");
 
 namespace schedule {
 
-// Smaller blocks follow one another in shorter time, larger ones load q and dout less often.
-constexpr int MAX_BLOCK = 16;
+// More blocks leave shorter works to the end, fewer load q, dout and dq less often.
+constexpr int N_BLOCK = 3;
 
-// kv tiles of a block: at least two blocks, of nearly equal size.
 DC_FN int block_size(const Shape& shape) {
-  const int n_active = num_active_kv_tiles(shape);
-  return max_int(1, ceil_div(n_active, max_int(2, ceil_div(n_active, MAX_BLOCK))));
+  return max_int(1, ceil_div(num_active_kv_tiles(shape), N_BLOCK));
 }
 
 DC_FN int num_steps(const Shape& shape, int kv_tile) {

@@ -30,9 +30,9 @@ def auto(shape: Shape, kernel: str = "", q_per_kv: int = 1) -> str:
       many kv tiles ``longest_first``, which has neither: facts of the kernel (`backward_table`).
     * full: ``ascending``; all kv tiles are equally long, so the order of works is all the same.
     * ``shift`` and ``symmetric_shift`` need a team, and some kernels gain from one: which, and for
-      how many kv tiles, is a fact of the kernel, too. But not from one of 33 to 59 works: where a
-      whole number of them does not fill the GPU, SMs idle for the length of a work. Nor from one
-      with few q tiles, on which its kv tiles meet.
+      how many kv tiles, is a fact of the kernel, too. But not from one of more than 16 works of
+      which no number fills `MAX_TEAM` places, less 2 at most: SMs would idle. Nor from one with few
+      q tiles, on which its kv tiles meet.
     * With q heads that share kv heads a kv tile is so long that what its q heads need no longer
       stays in L2, unless the CTAs walk over it together, as in ``descending`` and ``ascending``.
     """
@@ -42,7 +42,7 @@ def auto(shape: Shape, kernel: str = "", q_per_kv: int = 1) -> str:
     n_active, team = shape.num_active_kv_tiles(), symmetric_shift if shape.causal else shift
     size = team.team_size(shape)
     gains = (n_active in facts.team_tiles[shape.causal] and shape.n_q >= 2 * size - 1
-             and not MAX_TEAM // 2 < size < MAX_TEAM * 15 // 16)
+             and (size <= 16 or MAX_TEAM % size <= 2))
     if gains:
         return team.NAME
     if shape.causal and n_active in facts.longest_tiles:

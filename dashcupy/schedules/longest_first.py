@@ -1,4 +1,4 @@
-"""kv tiles in blocks, the block with the longest first; inside a block as in ``shortest_first``.
+"""kv tiles in three blocks, the longest first; inside a block as in ``shortest_first``.
 
 Causal mask only. In ``shortest_first`` nothing queues, for each kv tile starts on its own diagonal,
 but the long kv tiles are left at the end, and CTAs idle then; here short ones are left. The next
@@ -13,15 +13,13 @@ from .shape import Shape
 NAME = "longest_first"
 MASKS = ("causal",)
 DETERMINISTIC = True
-DESCRIPTION = "blocks of kv tiles, long ones first; inside a block as shortest_first"
+DESCRIPTION = "three blocks of kv tiles, long ones first; inside a block as shortest_first"
 
-_MAX_BLOCK = 16
+_N_BLOCK = 3
 
 
 def _block_size(shape: Shape) -> int:
-    """kv tiles of a block: at least two blocks, of nearly equal size."""
-    n_active = shape.num_active_kv_tiles()
-    return max(1, -(-n_active // max(2, -(-n_active // _MAX_BLOCK))))
+    return max(1, -(-shape.num_active_kv_tiles() // _N_BLOCK))
 
 
 def num_steps(shape: Shape, kv_tile: int) -> int:
