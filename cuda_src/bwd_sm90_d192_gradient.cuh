@@ -66,8 +66,10 @@ DC_FN void sum_gradient(SharedStorage& smem, const BackwardParams& params, int w
     Element* to = (IS_DV ? params.dv : params.dk) + batch.batch * strides.batch +
                   batch.kv_head * strides.head + key0 * strides.row;
     next_batch(barriers, n, lane);
+    int thread = 32 * warp + lane;
+    compute_late(thread);  // registers are short: nothing that follows from it outlives a kv tile
     if (!has_steps) {
-      clear_keys(to, strides.row, params.kv_len - key0, 32 * warp + lane);
+      clear_keys(to, strides.row, params.kv_len - key0, thread);
       continue;
     }
     const int stage = (t + 1) % N_SCORE_STAGE;  // of step t - 1
@@ -78,7 +80,7 @@ DC_FN void sum_gradient(SharedStorage& smem, const BackwardParams& params, int w
       stage_transposed(sum[panel], tile, IS_DV ? 1.f : params.scale, warp, lane);
       named_barrier_sync(GRADIENTS + IS_DV, WARPGROUP_SIZE);
       store_keys(tile, to + 64 * panel, strides.row, params.kv_len - key0,
-                 DC_HEAD_DIM - 64 * panel, 32 * warp + lane);
+                 DC_HEAD_DIM - 64 * panel, thread);
     }
     mbarrier_arrive_warp(smem_address(&scores_empty[stage]), lane);
   }

@@ -85,10 +85,9 @@ DC_FN void plan_steps(SharedStorage& smem, const BackwardParams& params, int lan
   };
 
   for (int n_work = 0;; ++n_work) {
-    int q_len = params.q_len, n_kv_head = params.n_kv_head, head_group = params.head_group;
+    int q_len = params.q_len, n_kv_head = params.n_kv_head;
     compute_late(q_len);  // registers are short: nothing that follows from these outlives a work
     compute_late(n_kv_head);
-    compute_late(head_group);
     const schedule::Shape shape =
         schedule::make_shape(q_len, params.kv_len, params.mask_offset);
     const int n_head = params.batch * n_kv_head;
@@ -107,7 +106,7 @@ DC_FN void plan_steps(SharedStorage& smem, const BackwardParams& params, int lan
       publish();
       return;
     }
-    const schedule::HeadWork place = schedule::decode(shape, n_head, head_group, work);
+    const schedule::HeadWork place = schedule::decode(shape, n_head, params.head_group, work);
     for (int part = 0; part < schedule::work_size(shape, place.work); ++part) {
       const int kv_tile = schedule::kv_tile(shape, place.work, part);
       int done = 0;  // steps of the kv tile that are planned

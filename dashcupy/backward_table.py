@@ -61,7 +61,7 @@ BACKWARD_TABLE = {
     # longer fit L2: CTAs that walk over the q tiles together read each once.
     "bwd_sm90": BackwardKernel(
         row_values=True, group_rows=2**14, most_rows=2**17,
-        team_tiles=(range(16, 257), range(32, 129)), longest_tiles=range(32, 257),
+        team_tiles=(range(16, 129), range(32, 129)), longest_tiles=range(32, 257),
         groups=("ascending", "descending")),
     # A turn ends sooner when L2 holds the sum, however few heads that are. Steps are half as long,
     # so that a turn takes almost two of them; kv tiles of shortest_first begin two q tiles apart,

@@ -305,14 +305,13 @@ def head_group(plan: Plan) -> int:
     has its head alone.
     """
     problem, schedule = plan.problem, schedules.get(plan.schedule)
-    if schedule.team_size(plan.shape) > 1:
-        return 1
     facts, kv_len = BACKWARD_TABLE[plan.config.kernel], max(problem.kv_len, 1)
     if schedule.chunk_size(plan.shape) < schedule.num_work(plan.shape):
         wanted = facts.chunk_rows // kv_len
     else:
         wanted = max(facts.group_heads[problem.causal], facts.group_rows // kv_len)
-    return max(1, min(problem.batch * problem.n_kv_head, wanted, facts.most_rows // kv_len))
+    group = max(1, min(problem.batch * problem.n_kv_head, wanted, facts.most_rows // kv_len))
+    return schedules.heads_in_turn(schedule, plan.shape, group)
 
 
 def scale_log2(problem: Problem) -> float:

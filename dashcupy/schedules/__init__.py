@@ -11,11 +11,11 @@ from ..errors import InvalidInputError, UnsupportedError
 from ..problem import MASKS
 from .auto import auto
 from .contract import Schedule
-from .order import decode, total_work
+from .order import decode, heads_in_turn, total_work
 from .shape import Shape
 
-__all__ = ["Schedule", "Shape", "auto", "decode", "get", "names", "require_resident", "resolve",
-           "supports", "total_work"]
+__all__ = ["Schedule", "Shape", "auto", "decode", "get", "heads_in_turn", "names",
+           "require_resident", "resolve", "supports", "total_work"]
 
 
 @functools.cache

@@ -28,6 +28,14 @@ def total_work(schedule: Schedule, shape: Shape, n_head: int) -> int:
     return n_head * schedule.num_work(shape)
 
 
+def heads_in_turn(schedule: Schedule, shape: Shape, head_group: int) -> int:
+    """Heads that take turns where ``head_group`` would: a team has its head alone.
+
+    Works of other heads in between would take the CTAs that the team waits for.
+    """
+    return 1 if schedule.team_size(shape) > 1 else head_group
+
+
 def decode(schedule: Schedule, shape: Shape, n_head: int, global_work: int,
            head_group: int | None = None) -> tuple[int, int]:
     """Head and work behind a number of the global order.
@@ -47,8 +55,7 @@ def decode(schedule: Schedule, shape: Shape, n_head: int, global_work: int,
         ``(head, work)`` with ``head = batch * n_kv_head + kv_head``.
     """
     chunk = schedule.chunk_size(shape)
-    head_group = n_head if head_group is None else head_group
-    in_turn = 1 if schedule.team_size(shape) > 1 else head_group
+    in_turn = heads_in_turn(schedule, shape, n_head if head_group is None else head_group)
     first = global_work // (chunk * n_head) * chunk  # work of the chunk
     count = min(chunk, schedule.num_work(shape) - first)
     number = global_work - first * n_head
