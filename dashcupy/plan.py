@@ -17,7 +17,7 @@ from .problem import Problem
 from .schedules.shape import Shape
 
 # Goes up whenever the bits of a result change for any input. Part of every fingerprint.
-NUMERICS_VERSION = 3
+NUMERICS_VERSION = 4
 
 DIRECTIONS = ("forward", "backward")
 _INT_MAX = 2**31 - 1
