@@ -26,7 +26,7 @@ class BackwardKernel:
         kv rows of them where a schedule hands out a head in chunks.
     team_tiles
         Numbers of active kv tiles (full mask, causal mask) for which ``"auto"`` is a team, if it
-        fills a GPU: ``shift`` or ``symmetric_shift``.
+        fills a GPU and has q tiles enough: ``shift`` or ``symmetric_shift``.
     longest_tiles
         The same for ``longest_first``, where it is no team.
     causal
