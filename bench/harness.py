@@ -112,8 +112,12 @@ def run(direction: Direction, options: argparse.Namespace) -> tuple[list[dict], 
     DeviceError
         There is no GPU that PyTorch can use.
     InvalidInputError
-        Names of cells, schedules or peers that do not exist, or a results file of another kind.
+        Names of cells, schedules or peers that do not exist, a results file of another kind, or one
+        for ``--sustained``.
     """
+    if options.sustained and options.json:
+        raise InvalidInputError("--sustained and --json: a results file holds times of single "
+                                "calls; leave out one of the two")
     device = _require_gpu()
     chosen = cells.choose(options.cells, options.quick)
     environment = timing.environment() | {"source_digest": source_digest()}
@@ -134,7 +138,8 @@ def run(direction: Direction, options: argparse.Namespace) -> tuple[list[dict], 
     timing.warm_card()
     with timing.watch_clocks() as clocks:
         for cell in todo:
-            faulthandler.dump_traceback_later(CELL_LIMIT_S, exit=True)
+            faulthandler.dump_traceback_later(CELL_LIMIT_S * (1 + (options.sustained or 0)),
+                                              exit=True)
             found, faults = _measure_cell(direction, cell, options, plans[cell], device)
             found = [record | environment for record in found]
             bad |= bool(faults)
@@ -157,7 +162,9 @@ def _measure_cell(direction: Direction, cell: cells.Cell, options: argparse.Name
     try:
         variants, faults = _usable(direction.variants_of(cell, options, plans),
                                    direction.tolerance)
-        times = timing.measure({v.label: v.call for v in variants}, options.iters, options.warmup)
+        calls = {v.label: v.call for v in variants}
+        times = (timing.sustained(calls, options.sustained) if options.sustained else
+                 timing.measure(calls, options.iters, options.warmup))
         found = []
         for variant in variants:
             same = timing.same_bits(variant.call)
@@ -272,6 +279,9 @@ def parser(script: str, text: str, schedules: str | None = None) -> argparse.Arg
             help=f"names by commas, auto, or all (default: {schedules})")
     add("--iters", type=count, default=15, help="timed calls (default 15)")
     add("--warmup", type=int, default=5, help="untimed calls (default 5)")
+    add("--sustained", type=seconds, metavar="SECONDS",
+        help="run each function so long without a pause, half of it untimed, and take the mean "
+             "instead: a card at its power limit, as in training; not with --json")
     add("--json", type=Path, metavar="FILE",
         help=f"merge records into this file, e.g. bench/results/{records.RESULTS.name}")
     add("--reuse", action="store_true",
@@ -284,6 +294,18 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} (allowed: whole numbers from 1 on)")
     return int(text)
+
+
+def seconds(text: str) -> float:
+    """Type of an option that says how long: more than 0."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < CELL_LIMIT_S:
+        raise argparse.ArgumentTypeError(f"{text} (allowed: more than 0, less than "
+                                         f"{CELL_LIMIT_S})")
+    return found
 
 
 def script(main: Callable[[], int]) -> None:

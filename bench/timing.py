@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import importlib.metadata
 import importlib.util
+import math
 import platform
 import statistics
 import subprocess
@@ -28,7 +29,8 @@ class Timing:
     Parameters
     ----------
     ms
-        Median GPU time of a call, all its launches together, in milliseconds.
+        Median GPU time of a call, all its launches together, in milliseconds; of `sustained` the
+        mean.
     ms_spread
         90th minus 10th percentile, in milliseconds.
     host_us
@@ -91,6 +93,47 @@ def measure(variants: Mapping[str, Callable[[], object]], iters: int = 15,
     torch.cuda.synchronize()
     return {name: summarise([start.elapsed_time(end) for start, end in pairs], host_us[name])
             for name, pairs in events.items()}
+
+
+def sustained(variants: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, Timing]:
+    """Time variants one after another, each for so long without a pause.
+
+    A card that has no rest comes to its power limit, and lowers its clock: as in training. So the
+    first half of the time does not count.
+
+    Parameters
+    ----------
+    variants
+        As for `measure`.
+    seconds
+        How long each runs.
+
+    Returns
+    -------
+    dict of str to Timing
+        ``ms`` is the mean, and there is no spread.
+    """
+    import torch
+
+    found = {}
+    for name, call in variants.items():
+        for _ in range(2):  # the first call may have to build something
+            begin = time.perf_counter()
+            call()
+            host_s = time.perf_counter() - begin
+            torch.cuda.synchronize()
+            whole_s = time.perf_counter() - begin
+        n = max(2, math.ceil(seconds / 2 / whole_s))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(n):
+            call()
+        start.record()
+        for _ in range(n):
+            call()
+        end.record()
+        torch.cuda.synchronize()
+        found[name] = Timing(start.elapsed_time(end) / n, 0.0, host_s * 1e6)
+    return found
 
 
 def warm_card(seconds: float = 1.0) -> None:

@@ -57,8 +57,8 @@ BACKWARD_TABLE = {
     "bwd_sm80": BackwardKernel(slots=0, defines=(
         ("DC_Q_STAGES", "q_stages"), ("DC_DO_STAGES", "do_stages"), ("DC_WARPS", "n_warp"))),
     # Its dq writers wait instead, and it outruns the memory behind L2. Teams, whose kv tiles never
-    # meet, where a head has kv tiles enough; but not where two kv heads, with all their q heads, no
-    # longer fit L2: CTAs that walk over the q tiles together read each once.
+    # meet, where a head has kv tiles enough, but no more than two teams: what longer heads need
+    # stays in L2 only if CTAs walk over the q tiles together; nor, for that, where q heads share.
     "bwd_sm90": BackwardKernel(
         row_values=True, group_rows=2**14, most_rows=2**17,
         team_tiles=(range(16, 129), range(32, 129)), longest_tiles=range(32, 257),
@@ -69,12 +69,11 @@ BACKWARD_TABLE = {
     "bwd_sm90_d64": BackwardKernel(
         group_rows=2**15, group_heads=(1, 1), chunk_rows=2**16, longest_tiles=range(48, 257),
         causal="shortest_first", groups=("", "descending")),
-    # Its softmax warps wait for turns as well, but a turn takes less than a step. Teams even out
-    # short heads; those of long ones walk apart, and outrun L2. Up to 63 kv tiles the blocks of
-    # longest_first still queue.
+    # Its softmax warps wait for turns as well, but a turn takes less than a step. Up to 63 kv tiles
+    # the blocks of longest_first still queue.
     "bwd_sm90_d192": BackwardKernel(
         slots=1, group_rows=2**14, group_heads=(1, 1), chunk_rows=2**15,
-        team_tiles=(range(0), range(4, 33)), longest_tiles=range(64, 257),
+        team_tiles=(range(0), range(4, 129)), longest_tiles=range(64, 257),
         causal="shortest_first", groups=("", "descending")),
     # Of long heads one is in flight, or two where works are uneven. Teams where a head has kv tiles
     # enough and one team, or two, hold all of it.

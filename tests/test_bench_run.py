@@ -119,6 +119,51 @@ def test_reuse_times_only_what_is_missing(fake_gpu, tmp_path, capsys, monkeypatc
     assert len(fake_gpu.timed) == 3
 
 
+def test_sustained_times_are_shown_and_not_kept(fake_gpu, tmp_path, capsys, monkeypatch):
+    from bench import harness, timing
+    asked = []
+
+    def sustained(calls, seconds):
+        asked.append((tuple(calls), seconds))
+        return {name: timing.Timing(2.0, 0.0, 5.0) for name in calls}
+    monkeypatch.setattr(timing, "sustained", sustained)
+    direction = _direction({"fa2": 1.0, "ascending": 1.0, "descending": 1.0})
+    found, _ = harness.run(direction, _options("--sustained", 0.5))
+    assert asked == [(("ours[ascending]", "ours[descending]", "fa2"), 0.5)] and not fake_gpu.timed
+    assert {r["ms"] for r in found} == {2.0} and "ascending 2.000 ms" in capsys.readouterr().out
+    with pytest.raises(InvalidInputError, match="--sustained and --json: .* leave out one"):
+        harness.run(direction, _options("--sustained", 1, "--json", tmp_path / "r.json"))
+    assert len(asked) == 1 and not (tmp_path / "r.json").exists()
+    for text in ("0", "-1", "nan", "120", "long"):
+        with pytest.raises(SystemExit):
+            _options("--sustained", text)
+        assert f"{text} (allowed: more than 0, less than 120)" in capsys.readouterr().err
+
+
+def test_sustained_calls_follow_one_another(monkeypatch):
+    """Half of the time untimed, then as many calls between two events; the mean of those."""
+    from bench import timing
+    log = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            log.append("event")
+
+        def elapsed_time(self, end):
+            return 60.0
+    now = iter(range(1000))
+    fake = SimpleNamespace(Event=Event, synchronize=lambda: log.append("done"))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=fake))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
+    found = timing.sustained({"a": lambda: log.append("call")}, 12)
+    # A call took two ticks: six seconds are three of them.
+    assert log == ["call", "done"] * 2 + ["call"] * 3 + ["event"] + ["call"] * 3 + ["event", "done"]
+    assert found == {"a": timing.Timing(20.0, 0.0, 1e6)}
+
+
 def test_what_no_kernel_serves_is_skipped_with_a_reason(fake_gpu, capsys, monkeypatch):
     from bench import harness, ours
     make_plan = ours.make_plan

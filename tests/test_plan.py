@@ -141,7 +141,8 @@ def test_auto_of_wide_heads(kv_len, mask, n_kv_head, schedule):
 
 @pytest.mark.parametrize("kv_len, mask, n_kv_head, schedule", [
     (288, "causal", 4, "shortest_first"), (3072, "causal", 4, "symmetric_shift"),
-    (3073, "causal", 4, "shortest_first"), (6144, "causal", 4, "longest_first"),
+    (3073, "causal", 4, "shortest_first"), (6144, "causal", 4, "symmetric_shift"),
+    (8192, "causal", 4, "longest_first"), (12288, "causal", 4, "symmetric_shift"),
     (24576, "causal", 4, "longest_first"), (24577, "causal", 4, "shortest_first"),
     (4096, "full", 4, "ascending"), (4096, "causal", 2, "descending")])
 def test_auto_at_head_dim_192(kv_len, mask, n_kv_head, schedule):

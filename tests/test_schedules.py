@@ -207,7 +207,7 @@ def test_mask_that_a_schedule_lacks_is_refused():
     ("", range(0), range(0), range(0), "descending"),
     ("bwd_sm90_d64", range(0), range(0), range(48, 257), "shortest_first"),
     ("bwd_sm90", range(16, 129), range(32, 129), range(32, 257), "descending"),
-    ("bwd_sm90_d192", range(0), range(4, 33), range(64, 257), "shortest_first"),
+    ("bwd_sm90_d192", range(0), range(4, 129), range(64, 257), "shortest_first"),
     ("bwd_sm90_d256", range(16, 129), range(0), range(48, 257), "shortest_first")])
 def test_auto_of_each_kernel(n_kv, kernel, full_team, team, longest, else_causal):
     """A team only where the kernel gains from one, and where some of them fill a GPU: with 48 works
