@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import math
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 
 # Spins of torch.cuda._sleep per microsecond at the highest clock of the cards we know (GHz * 1000).
 _CYCLES_PER_US = 2000
+# How often each function runs in `sustained`.
+_SHIFTS = 4
 _PACKAGES = ("dashcupy", "cupy-cuda13x", "cupy-cuda12x", "torch", "numpy", "nvidia-cuda-nvrtc",
              "flash-attn", "flash-attn-3", "flash-attn-4", "triton")
 
@@ -54,10 +57,11 @@ def measure(variants: Mapping[str, Callable[[], object]], iters: int = 15,
             warmup: int = 5) -> dict[str, Timing]:
     """Time variants that do the same job, in turn, in one process.
 
-    Each round calls every variant once, starting with another one each time, so that drifting
-    clocks and temperatures meet all alike. Before each call the GPU spins for as long as the host
-    needs to enqueue it: what Python costs is hidden, as it is in a program that keeps the GPU busy
-    (it is reported by itself, as ``host_us``).
+    Each round calls every variant once, in an order drawn anew (the same in every run), so that
+    drifting clocks and temperatures meet all alike, and no variant always follows the same one:
+    after one that takes little power the card is faster. Before each call the GPU spins for as long
+    as the host needs to enqueue it: what Python costs is hidden, as it is in a program that keeps
+    the GPU busy (it is reported by itself, as ``host_us``).
 
     Parameters
     ----------
@@ -82,8 +86,9 @@ def measure(variants: Mapping[str, Callable[[], object]], iters: int = 15,
 
     names = list(variants)
     events = {name: [] for name in names}
-    for turn in range(iters):
-        for name in names[turn % len(names):] + names[:turn % len(names)]:
+    draw = random.Random(0)
+    for _ in range(iters):
+        for name in draw.sample(names, len(names)):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda._sleep(int((1.5 * min(host_us[name], 5000) + 20) * _CYCLES_PER_US))
             start.record()
@@ -96,10 +101,10 @@ def measure(variants: Mapping[str, Callable[[], object]], iters: int = 15,
 
 
 def sustained(variants: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, Timing]:
-    """Time variants one after another, each for so long without a pause.
+    """Time variants one after another, each for so long in all, without a pause.
 
-    A card that has no rest comes to its power limit, and lowers its clock: as in training. So the
-    first half of the time does not count.
+    A card that has no rest comes to its power limit, and lowers its clock: as in training. Each
+    variant has some shifts, in orders drawn anew; the first half of a shift does not count.
 
     Parameters
     ----------
@@ -115,25 +120,29 @@ def sustained(variants: Mapping[str, Callable[[], object]], seconds: float) -> d
     """
     import torch
 
-    found = {}
+    names, host_s, counts = list(variants), {}, {}
     for name, call in variants.items():
         for _ in range(2):  # the first call may have to build something
             begin = time.perf_counter()
             call()
-            host_s = time.perf_counter() - begin
+            host_s[name] = time.perf_counter() - begin
             torch.cuda.synchronize()
             whole_s = time.perf_counter() - begin
-        n = max(2, math.ceil(seconds / 2 / whole_s))
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for _ in range(n):
-            call()
-        start.record()
-        for _ in range(n):
-            call()
-        end.record()
-        torch.cuda.synchronize()
-        found[name] = Timing(start.elapsed_time(end) / n, 0.0, host_s * 1e6)
-    return found
+        counts[name] = max(2, math.ceil(seconds / _SHIFTS / 2 / whole_s))
+    events = {name: [] for name in names}
+    draw = random.Random(0)
+    for _ in range(_SHIFTS):
+        for name in draw.sample(names, len(names)):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            for event in (start, end):
+                for _ in range(counts[name]):
+                    variants[name]()
+                event.record()
+            events[name].append((start, end))
+    torch.cuda.synchronize()
+    return {name: Timing(statistics.mean(start.elapsed_time(end) for start, end in pairs)
+                         / counts[name], 0.0, host_s[name] * 1e6)
+            for name, pairs in events.items()}
 
 
 def warm_card(seconds: float = 1.0) -> None:

@@ -1,6 +1,7 @@
 """The bench's run without a GPU: what is timed, compared, recorded, left out and taken over."""
 
 import contextlib
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -140,8 +141,9 @@ def test_sustained_times_are_shown_and_not_kept(fake_gpu, tmp_path, capsys, monk
         assert f"{text} (allowed: more than 0, less than 120)" in capsys.readouterr().err
 
 
-def test_sustained_calls_follow_one_another(monkeypatch):
-    """Half of the time untimed, then as many calls between two events; the mean of those."""
+@pytest.fixture
+def fake_clock(monkeypatch):
+    """A PyTorch that notes what is asked of it; a tick passes at each look at the clock."""
     from bench import timing
     log = []
 
@@ -154,13 +156,36 @@ def test_sustained_calls_follow_one_another(monkeypatch):
 
         def elapsed_time(self, end):
             return 60.0
-    now = iter(range(1000))
-    fake = SimpleNamespace(Event=Event, synchronize=lambda: log.append("done"))
+    ticks = itertools.count()
+    fake = SimpleNamespace(Event=Event, synchronize=lambda: log.append("done"), _sleep=lambda _: 0)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=fake))
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
-    found = timing.sustained({"a": lambda: log.append("call")}, 12)
-    # A call took two ticks: six seconds are three of them.
-    assert log == ["call", "done"] * 2 + ["call"] * 3 + ["event"] + ["call"] * 3 + ["event", "done"]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(ticks))
+    return log
+
+
+def test_no_function_always_follows_the_same_one(fake_clock):
+    """A kernel behind one that takes little power was 7 % faster than the same one elsewhere."""
+    from bench import timing
+    names = "abcdef"
+    found = timing.measure({name: lambda name=name: fake_clock.append(name) for name in names},
+                           iters=15, warmup=1)
+    assert found["a"] == timing.Timing(60.0, 0.0, 1e6)
+    order = [entry for entry in fake_clock if entry in names]
+    rounds = [order[i:i + 6] for i in range(6, len(order), 6)]  # the first is the warm-up
+    assert len(rounds) == 15 and all(sorted(one) == list(names) for one in rounds)
+    followed = {name: {one[i - 1] for one in rounds for i in range(1, 6) if one[i] == name}
+                for name in names}
+    assert all(len(before) >= 4 for before in followed.values()), followed
+
+
+def test_sustained_calls_follow_one_another(fake_clock):
+    """In each shift as many untimed calls as timed ones, between two events; the mean of those."""
+    from bench import timing
+    log = fake_clock
+    found = timing.sustained({"a": lambda: log.append("call")}, 48)
+    # A call took two ticks: a quarter of 48 seconds is three untimed calls and three timed ones.
+    shift = ["call"] * 3 + ["event"] + ["call"] * 3 + ["event"]
+    assert log == ["call", "done"] * 2 + shift * 4 + ["done"]
     assert found == {"a": timing.Timing(20.0, 0.0, 1e6)}
 
 
