@@ -138,8 +138,7 @@ def run(direction: Direction, options: argparse.Namespace) -> tuple[list[dict], 
     timing.warm_card()
     with timing.watch_clocks() as clocks:
         for cell in todo:
-            faulthandler.dump_traceback_later(CELL_LIMIT_S * (1 + (options.sustained or 0)),
-                                              exit=True)
+            faulthandler.dump_traceback_later(CELL_LIMIT_S * (1 + options.sustained), exit=True)
             found, faults = _measure_cell(direction, cell, options, plans[cell], device)
             found = [record | environment for record in found]
             bad |= bool(faults)
@@ -279,7 +278,7 @@ def parser(script: str, text: str, schedules: str | None = None) -> argparse.Arg
             help=f"names by commas, auto, or all (default: {schedules})")
     add("--iters", type=count, default=15, help="timed calls (default 15)")
     add("--warmup", type=int, default=5, help="untimed calls (default 5)")
-    add("--sustained", type=seconds, metavar="SECONDS",
+    add("--sustained", type=seconds, default=0.0, metavar="SECONDS",
         help="run each function so long without a pause, half of it untimed, and take the mean "
              "instead: a card at its power limit, as in training; not with --json")
     add("--json", type=Path, metavar="FILE",

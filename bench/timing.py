@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 # Spins of torch.cuda._sleep per microsecond at the highest clock of the cards we know (GHz * 1000).
@@ -84,17 +84,14 @@ def measure(variants: Mapping[str, Callable[[], object]], iters: int = 15,
             host_us[name] = min(host_us[name], (time.perf_counter() - begin) * 1e6)
     torch.cuda.synchronize()
 
-    names = list(variants)
-    events = {name: [] for name in names}
-    draw = random.Random(0)
-    for _ in range(iters):
-        for name in draw.sample(names, len(names)):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(int((1.5 * min(host_us[name], 5000) + 20) * _CYCLES_PER_US))
-            start.record()
-            variants[name]()
-            end.record()
-            events[name].append((start, end))
+    events = {name: [] for name in variants}
+    for name in _drawn(variants, iters):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(int((1.5 * min(host_us[name], 5000) + 20) * _CYCLES_PER_US))
+        start.record()
+        variants[name]()
+        end.record()
+        events[name].append((start, end))
     torch.cuda.synchronize()
     return {name: summarise([start.elapsed_time(end) for start, end in pairs], host_us[name])
             for name, pairs in events.items()}
@@ -120,29 +117,34 @@ def sustained(variants: Mapping[str, Callable[[], object]], seconds: float) -> d
     """
     import torch
 
-    names, host_s, counts = list(variants), {}, {}
+    host_us, counts = dict.fromkeys(variants, float("inf")), {}
     for name, call in variants.items():
         for _ in range(2):  # the first call may have to build something
             begin = time.perf_counter()
             call()
-            host_s[name] = time.perf_counter() - begin
+            host_us[name] = min(host_us[name], (time.perf_counter() - begin) * 1e6)
             torch.cuda.synchronize()
             whole_s = time.perf_counter() - begin
         counts[name] = max(2, math.ceil(seconds / _SHIFTS / 2 / whole_s))
-    events = {name: [] for name in names}
-    draw = random.Random(0)
-    for _ in range(_SHIFTS):
-        for name in draw.sample(names, len(names)):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            for event in (start, end):
-                for _ in range(counts[name]):
-                    variants[name]()
-                event.record()
-            events[name].append((start, end))
+    events = {name: [] for name in variants}
+    for name in _drawn(variants, _SHIFTS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for event in (start, end):
+            for _ in range(counts[name]):
+                variants[name]()
+            event.record()
+        events[name].append((start, end))
     torch.cuda.synchronize()
     return {name: Timing(statistics.mean(start.elapsed_time(end) for start, end in pairs)
-                         / counts[name], 0.0, host_s[name] * 1e6)
+                         / counts[name], 0.0, host_us[name])
             for name, pairs in events.items()}
+
+
+def _drawn(names: Iterable[str], n_round: int) -> Iterator[str]:
+    """All names once in each round, in an order drawn anew: the same ones in every run."""
+    draw, names = random.Random(0), list(names)
+    for _ in range(n_round):
+        yield from draw.sample(names, len(names))
 
 
 def warm_card(seconds: float = 1.0) -> None:

@@ -83,14 +83,11 @@ def test_every_schedule_has_a_row_with_its_masks():
     assert rows == {"auto": "any", **masks}
 
 
-def _auto_by_the_readme(cell: str, shape: schedules.Shape) -> str:
-    """What a cell of the table, and the note below it, say of a shape."""
+def _auto_by_the_readme(cell: str, sizes: list[range], shape: schedules.Shape) -> str:
+    """What a cell of the table, and the note below it with its sizes, say of a shape."""
     count = shape.num_active_kv_tiles()
     together = -(-count // 2) if shape.causal else count
     together = -(-together // 2) if together > 64 else together  # 65 to 128
-    note = README.split("\n\\* if ")[1].split(" are ")[1].split(", as others")[0]
-    sizes = [range(int(first), int(last or first) + 1)
-             for first, last in re.findall(r"(\d+)(?: to (\d+))?", note)]
     fits = any(together in size for size in sizes) and together <= -(-shape.n_q // 2)
     usual, *others = re.split(r"[;,] ", cell)
     for other in others:
@@ -105,13 +102,16 @@ def test_auto_table_is_what_auto_picks():
     """A table of one kernel was taken for that of all; of few q tiles one row said nothing."""
     rows = re.findall(r"^\| (?:Hopper, head_dim|any other) .*?" + r" \| (.*)" * 4 + r" \|$", README,
                       re.MULTILINE)
+    note = README.split("\n\\* if ")[1].split(" are ")[1].split(", as others")[0]
+    sizes = [range(int(first), int(last or first) + 1)
+             for first, last in re.findall(r"(\d+)(?: to (\d+))?", note)]
     kernels = ("bwd_sm90_d64", "bwd_sm90", "bwd_sm90_d192", "bwd_sm90_d256", "bwd_sm80")
     for kernel, cells in zip(kernels, rows, strict=True):
         for causal, q_per_kv, cell in zip((False, False, True, True), (1, 4, 1, 4), cells):
             for n, n_q in itertools.product(range(1, 260), (1, 7, 30, 31, 62, 63, 520)):
                 shape = schedules.Shape(n_q, 2 * n, 1, 2, causal, 2 * n - n_q)
                 assert schedules.auto(shape, kernel, q_per_kv) == _auto_by_the_readme(
-                    cell, shape), (kernel, q_per_kv, shape)
+                    cell, sizes, shape), (kernel, q_per_kv, shape)
 
 
 def test_environment_table_is_the_one_of_the_code():
