@@ -36,8 +36,9 @@ extern "C" __global__ void __launch_bounds__(N_THREAD)
   }
   if (DC_DEBUG) wait_for_kernels_before();  // bounded waits are for turns, not for a whole backward
   if (threadIdx.x < DC_CLUSTER)
-    turnstile_wait(params.dq_semaphore + i64(blockIdx.x) * DC_SEMAPHORE_STRIDE + threadIdx.x,
-                   Turn{int(blockIdx.x), -1, q_tile, u32(n_part)}, params.report);
+    turnstile_wait(
+        params.dq_semaphore + i64(blockIdx.x) * DC_SEMAPHORE_STRIDE + threadIdx.x, u32(n_part),
+        [&]() { return Visit{int(blockIdx.x), -1, q_tile}; }, params.report);
   __syncthreads();
 
   const int t = threadIdx.x % 128, row = 16 * (t / 32) + t % 32 / 4;

@@ -222,8 +222,9 @@ DC_FN void visit_kv_tile(SharedStorage& smem, const BackwardParams& params, int 
     }
     if (threadIdx.x == TURN_WAITER && !granted) {
       const Step step = smem.steps[t % STEP_RING];
-      const Turn turn{step.tile, kv.tile, step.row0 / Q_TILE, step.ticket};
-      turnstile_wait(semaphore_of(t), turn, params.report);
+      turnstile_wait(
+          semaphore_of(t), step.ticket,
+          [&]() { return Visit{step.tile, kv.tile, step.row0 / Q_TILE}; }, params.report);
     }
     __syncthreads();  // [written]
 

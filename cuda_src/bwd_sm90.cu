@@ -38,10 +38,10 @@ extern "C" __global__ void __launch_bounds__(N_THREAD, 1)
   } else {
     raise_registers<CONSUMER_REGISTERS>();
     if (dq_columns(0) == dq_columns(1))
-      consume<dq_columns(0)>(smem, params, warpgroup - 1, warp, lane);
+      consume<dq_columns(0)>(smem, params, maps, warpgroup - 1, warp, lane);
     else if (warpgroup == 1)
-      consume<dq_columns(0)>(smem, params, 0, warp, lane);
+      consume<dq_columns(0)>(smem, params, maps, 0, warp, lane);
     else
-      consume<dq_columns(1)>(smem, params, 1, warp, lane);
+      consume<dq_columns(1)>(smem, params, maps, 1, warp, lane);
   }
 }

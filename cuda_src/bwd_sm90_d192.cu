@@ -42,9 +42,9 @@ extern "C" __global__ void __launch_bounds__(N_THREAD, 1)
     compute_scores(smem, params, warp, lane);
   } else if (warpgroup == DV_WARPGROUP) {
     raise_registers<GRADIENT_REGISTERS>();
-    sum_gradient<true>(smem, params, warp, lane);
+    sum_gradient<true>(smem, params, maps, warp, lane);
   } else {
     raise_registers<GRADIENT_REGISTERS>();
-    sum_gradient<false>(smem, params, warp, lane);
+    sum_gradient<false>(smem, params, maps, warp, lane);
   }
 }

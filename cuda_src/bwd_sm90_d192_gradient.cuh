@@ -5,11 +5,13 @@
 #pragma once
 #include "bwd_sm90_d192_layout.cuh"
 #include "bwd_sm90_clear.cuh"
+#include "bwd_sm90_store.cuh"
 #include "bwd_sm90_transposed.cuh"
 
 // Role of the dv warpgroup, or of the dk warpgroup.
 template <bool IS_DV>
-DC_FN void sum_gradient(SharedStorage& smem, const BackwardParams& params, int warp, int lane) {
+DC_FN void sum_gradient(SharedStorage& smem, const BackwardParams& params,
+                        const BackwardMaps& maps, int warp, int lane) {
   constexpr int N_STAGE = IS_DV ? N_DOUT_STAGE : N_Q_STAGE;
   const Barriers& barriers = smem.barriers;
   const auto& scores = IS_DV ? smem.p : smem.ds;
@@ -20,7 +22,7 @@ DC_FN void sum_gradient(SharedStorage& smem, const BackwardParams& params, int w
   int n = 0, t = 0;  // batches and steps so far
   for (;;) {  // kv tiles
     wait_for_batch(barriers, n);
-    if (warp_uniform(smem.batches[n % N_BATCH].stop != 0)) return;
+    if (warp_uniform(smem.batches[n % N_BATCH].stop != 0)) break;
     const bool has_steps = warp_uniform(smem.batches[n % N_BATCH].count != 0);
     float sum[N_PANEL][KV_TILE / 2];
 #pragma unroll
@@ -61,27 +63,24 @@ DC_FN void sum_gradient(SharedStorage& smem, const BackwardParams& params, int w
       wait_for_batch(barriers, n);
     }
     const Batch& batch = smem.batches[n % N_BATCH];
-    const int key0 = batch.row0;
-    const Strides strides = IS_DV ? params.dv_strides : params.dk_strides;
-    Element* to = (IS_DV ? params.dv : params.dk) + batch.batch * strides.batch +
-                  batch.kv_head * strides.head + key0 * strides.row;
-    next_batch(barriers, n, lane);
-    int thread = 32 * warp + lane;
-    compute_late(thread);  // registers are short: nothing that follows from it outlives a kv tile
+    const int late_lane = thread_index() % WARP_SIZE;  // anew: registers are short
+    const TensorMap& map = IS_DV ? maps.dv : maps.dk;
     if (!has_steps) {
-      clear_keys(to, strides.row, params.kv_len - key0, thread);
+      clear_keys(params, IS_DV, batch);
+      next_batch(barriers, n, late_lane);
       continue;
     }
     const int stage = (t + 1) % N_SCORE_STAGE;  // of step t - 1
     const u32 tile = smem_address(scores[0]) + stage * SCORE_BYTES;
 #pragma unroll
     for (int panel = 0; panel < N_PANEL; ++panel) {
-      named_barrier_sync(GRADIENTS + IS_DV, WARPGROUP_SIZE);  // all are done with what lies there
+      wait_for_panels<0>(PANELS + IS_DV);
       stage_transposed(sum[panel], tile, IS_DV ? 1.f : params.scale, warp, lane);
-      named_barrier_sync(GRADIENTS + IS_DV, WARPGROUP_SIZE);
-      store_keys(tile, to + 64 * panel, strides.row, params.kv_len - key0,
-                 DC_HEAD_DIM - 64 * panel, thread);
+      send_panel(map, tile, 64 * panel, batch.row0, batch, PANELS + IS_DV);
     }
-    mbarrier_arrive_warp(smem_address(&scores_empty[stage]), lane);
+    wait_for_panels<0>(PANELS + IS_DV);
+    mbarrier_arrive_warp(smem_address(&scores_empty[stage]), late_lane);
+    next_batch(barriers, n, late_lane);
   }
+  finish_panels();
 }

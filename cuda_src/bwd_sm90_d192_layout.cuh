@@ -52,8 +52,8 @@ DC_FN bool needs_mask(const Mask& mask, int row0, int key0) {
 //                                  and dk warps
 // turns_came       1               turn warp, turn of the last part   planner       the next work
 //                                  of a work has come
-// GRADIENTS + i    128 threads     dv, dk                             the same      p or ds, as
-//                                                                                   staging
+// PANELS + i       128 threads     dv, dk                             the same      p or ds, as
+//                                                                                   dv or dk
 //
 // dv and dk warps need not wait for q and dout: P and dS are made of them. P and dS are written by
 // ordinary stores and read by wgmma. For dS it is the dk warps who fence (wait_written), for P the
@@ -76,7 +76,7 @@ DC_FN const u64& dout_empty(const Barriers& b, int stage) { return b.dout_empty[
 DC_FN void wait_for_v(const Barriers& b, int n_kv_tile, int) {
   mbarrier_wait(smem_address(&b.v_empty), empty_parity(n_kv_tile));
 }
-constexpr int GRADIENTS = 1;  // named barriers
+constexpr int PANELS = 1;  // named barriers
 constexpr int BATCH_READERS = 1 + N_SOFTMAX + 3 * WARPS;
 
 // All tiles have rows of 128 bytes, swizzled (ptx/wgmma.cuh).

@@ -48,10 +48,10 @@ extern "C" __global__ void __cluster_dims__(DC_CLUSTER, 1, 1) __launch_bounds__(
     compute_scores(smem, params, warp, lane);
   } else if (warpgroup == DV_WARPGROUP) {
     raise_registers<GRADIENT_REGISTERS>();
-    sum_gradient<true>(smem, params, warp, lane);
+    sum_gradient<true>(smem, params, maps, warp, lane);
   } else {
     raise_registers<GRADIENT_REGISTERS>();
-    sum_gradient<false>(smem, params, warp, lane);
+    sum_gradient<false>(smem, params, maps, warp, lane);
   }
   cluster_sync();  // nobody reaches into the shared memory of a CTA that has ended
 }

@@ -6,6 +6,7 @@
 #include "bwd_sm90_d256_layout.cuh"
 #include "bwd_sm90_clear.cuh"
 #include "bwd_sm90_products.cuh"
+#include "bwd_sm90_store.cuh"
 
 // Half of the columns: += scores^T rows.
 DC_FN void start_product(float (&sum)[HEAD_DIM / 4], u32 scores, u32 rows) {
@@ -19,7 +20,8 @@ DC_FN void start_product(float (&sum)[HEAD_DIM / 4], u32 scores, u32 rows) {
 
 // Role of the dv warpgroup, or of the dk warpgroup.
 template <bool IS_DV>
-DC_FN void sum_gradient(SharedStorage& smem, const BackwardParams& params, int warp, int lane) {
+DC_FN void sum_gradient(SharedStorage& smem, const BackwardParams& params,
+                        const BackwardMaps& maps, int warp, int lane) {
   const Barriers& barriers = smem.barriers;
   const u32 scores = smem_address(IS_DV ? smem.p[0] : smem.ds);
   const u32 scores_full = smem_address(IS_DV ? barriers.p_full : &barriers.ds_full);
@@ -31,7 +33,7 @@ DC_FN void sum_gradient(SharedStorage& smem, const BackwardParams& params, int w
   int n = 0, t = 0;  // batches and steps so far
   for (;;) {  // kv tiles
     wait_for_batch(barriers, n);
-    if (warp_uniform(smem.batches[n % N_BATCH].stop != 0)) return;
+    if (warp_uniform(smem.batches[n % N_BATCH].stop != 0)) break;
     const bool has_steps = warp_uniform(smem.batches[n % N_BATCH].count != 0);
     float sum[2][HEAD_DIM / 4];  // halves of the columns
 #pragma unroll
@@ -80,28 +82,29 @@ DC_FN void sum_gradient(SharedStorage& smem, const BackwardParams& params, int w
       wait_for_batch(barriers, n);
     }
     const Batch& batch = smem.batches[n % N_BATCH];
-    const int key0 = batch.row0;
-    const Strides strides = IS_DV ? params.dv_strides : params.dk_strides;
-    Element* to = (IS_DV ? params.dv : params.dk) + batch.batch * strides.batch +
-                  batch.kv_head * strides.head;
-    next_batch(barriers, n, lane);
+    const TensorMap& map = IS_DV ? maps.dv : maps.dk;
     if (!has_steps) {
-      clear_keys(to + key0 * strides.row, strides.row, params.kv_len - key0, 32 * warp + lane);
+      clear_keys(params, IS_DV, batch);
+      next_batch(barriers, n, lane);
       continue;
     }
     const int stage = (t - 1) % N_STAGE;
     if (!IS_DV)  // dq of both CTAs is made of it, too
       mbarrier_wait(smem_address(&barriers.ds_taken), full_parity(t - 1));
-    named_barrier_sync(GRADIENTS + IS_DV, WARPGROUP_SIZE);  // all are done with what lies there
     const int row = 16 * warp + lane % 16;  // this lane's, as stmatrix wants it
+    const u32 tile = scores + stage * SCORE_BYTES;
     const auto fragment = [&](int k) {
-      return row * PANEL_ROW_BYTES + (((2 * k + lane / 16) ^ row % 8) << 4);
+      return tile + row * PANEL_ROW_BYTES + (((2 * k + lane / 16) ^ row % 8) << 4);
     };
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
-      store_rows(sum[half], scores + stage * SCORE_BYTES, 16 * warp, fragment, to,
-                 strides.row, key0 + 16 * warp, params.kv_len, half * HEAD_DIM / 2,
-                 IS_DV ? 1.f : params.scale, lane);
+    for (int panel = 0; panel < N_PANEL; ++panel) {
+      wait_for_panels<0>(PANELS + IS_DV);  // the first time: all are done with what lies there
+      stage_rows(sum[panel / 2], panel % 2, IS_DV ? 1.f : params.scale, fragment);
+      send_panel(map, tile, 64 * panel, batch.row0, batch, PANELS + IS_DV);
+    }
+    wait_for_panels<0>(PANELS + IS_DV);
     mbarrier_arrive_warp(scores_empty + 8 * stage, lane);
+    next_batch(barriers, n, lane);
   }
+  finish_panels();
 }

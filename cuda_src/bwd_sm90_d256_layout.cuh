@@ -81,8 +81,8 @@ DC_FN bool needs_mask(const Mask& mask, int row0, int key0) {
 //                                  next work                          CTA 0
 // work_came        1               planner of CTA 0, work written     planner,      work
 //                                                                     CTA 1
-// GRADIENTS + i    128 threads     dv, dk                             the same      p or ds, as
-//                                                                                   staging
+// PANELS + i       128 threads     dv, dk                             the same      p or ds, as
+//                                                                                   dv or dk
 //
 // dk warps need not wait for q: dS is made of it. P and dS are written by ordinary stores and read
 // by wgmma and, dS, by the copy engine: the writers' proxy fence stands before their arrival. A
@@ -98,7 +98,7 @@ struct Barriers {
   u64 batch_full[N_BATCH], batch_begun[N_BATCH], batch_empty[N_BATCH];
   u64 turns_came, work_wanted, work_came;
 };
-constexpr int GRADIENTS = 1;  // named barriers
+constexpr int PANELS = 1;  // named barriers
 constexpr int BATCH_READERS = 2 + N_SOFTMAX + 3 * WARPS;
 
 // All tiles have rows of 128 bytes, swizzled (ptx/wgmma.cuh), in panels of 64 columns.

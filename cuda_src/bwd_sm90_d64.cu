@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(N_THREAD, 1)
       take_turns(smem, params, warp - FIRST_TURN_WARP);
   } else if (warpgroup == GRADIENT_WARPGROUP) {
     raise_registers<GRADIENT_REGISTERS>();
-    sum_gradients(smem, params, warp, lane);
+    sum_gradients(smem, params, maps, warp, lane);
   } else {
     raise_registers<SOFTMAX_REGISTERS>();
     compute_scores(smem, params, warpgroup - 1, warp, lane);

@@ -5,14 +5,16 @@
 // before its dS, so dv is started first.
 #pragma once
 #include "bwd_sm90_d64_layout.cuh"
+#include "bwd_sm90_store.cuh"
 #include "bwd_sm90_transposed.cuh"
 
-DC_FN void sum_gradients(SharedStorage& smem, const BackwardParams& params, int warp, int lane) {
+DC_FN void sum_gradients(SharedStorage& smem, const BackwardParams& params,
+                         const BackwardMaps& maps, int warp, int lane) {
   const Barriers& barriers = smem.barriers;
   int n = 0, t = 0;  // batches and steps so far
   for (;;) {  // kv tiles
     wait_for_batch(barriers, n);
-    if (warp_uniform(smem.batches[n % N_BATCH].stop != 0)) return;
+    if (warp_uniform(smem.batches[n % N_BATCH].stop != 0)) break;
     float dk[64], dv[64];
 #pragma unroll
     for (int i = 0; i < 64; ++i) dk[i] = dv[i] = 0.f;
@@ -53,18 +55,12 @@ DC_FN void sum_gradients(SharedStorage& smem, const BackwardParams& params, int 
       wait_for_batch(barriers, n);
     }
     const Batch& batch = smem.batches[n % N_BATCH];
-    const int key0 = batch.row0, batch_index = batch.batch, kv_head = batch.kv_head;
+    wait_for_panels<0>(PANELS);
+    stage_transposed(dk, smem_address(smem.dk), params.scale, warp, lane);
+    send_panel(maps.dk, smem_address(smem.dk), 0, batch.row0, batch, PANELS);
+    stage_transposed(dv, smem_address(smem.dv), 1.f, warp, lane);
+    send_panel(maps.dv, smem_address(smem.dv), 0, batch.row0, batch, PANELS);
     next_batch(barriers, n, lane);
-    const u32 dk_tile = smem_address(smem.dk), dv_tile = smem_address(smem.dv);
-    named_barrier_sync(GRADIENTS, WARPGROUP_SIZE);  // all have stored the tile before
-    stage_transposed(dk, dk_tile, params.scale, warp, lane);
-    stage_transposed(dv, dv_tile, 1.f, warp, lane);
-    named_barrier_sync(GRADIENTS, WARPGROUP_SIZE);
-    store_keys(dk_tile, params.dk + batch_index * params.dk_strides.batch +
-                            kv_head * params.dk_strides.head + key0 * params.dk_strides.row,
-               params.dk_strides.row, params.kv_len - key0, DC_HEAD_DIM, 32 * warp + lane);
-    store_keys(dv_tile, params.dv + batch_index * params.dv_strides.batch +
-                            kv_head * params.dv_strides.head + key0 * params.dv_strides.row,
-               params.dv_strides.row, params.kv_len - key0, DC_HEAD_DIM, 32 * warp + lane);
   }
+  finish_panels();
 }

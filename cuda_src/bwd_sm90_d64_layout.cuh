@@ -48,7 +48,7 @@ DC_FN bool needs_mask(const Mask& mask, int row0, int key0) {
 //                                  gradient warps
 // turns_came       N_SOFTMAX       turn warps, turn of the last part  planner       the next work
 //                                  of a work has come
-// GRADIENTS (1)    128 threads     gradient                           gradient      dk, dv
+// PANELS (1)       128 threads     gradient                           gradient      dk, dv
 //
 // The gradient warps read q, dout and rows last: they wait for P and dS, which are made of all
 // that the softmax warps read there. P and dS are written by ordinary stores and read by wgmma: the
@@ -62,7 +62,7 @@ struct Barriers {
   u64 batch_full[N_BATCH], batch_begun[N_BATCH], batch_empty[N_BATCH];
   u64 turns_came;
 };
-constexpr int GRADIENTS = 1;  // named barrier
+constexpr int PANELS = 1;  // named barrier
 constexpr int BATCH_READERS = 1 + N_SOFTMAX + SOFTMAX_WARPS + GRADIENT_WARPS;
 
 // All tiles have rows of 128 bytes, swizzled (ptx/wgmma.cuh).

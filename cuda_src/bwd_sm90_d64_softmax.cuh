@@ -4,9 +4,10 @@
 // operand of dq as it lies in registers, and a warpgroup makes the whole part of dq by itself. Step
 // t of warpgroup w = t % 2; the other one is in another phase of its own step:
 //
-//   S(t)                            from the iteration before, or the start of the kv tile
+//   S(t)                            from the step before, or the start of the kv tile
 //   P = exp2(S * scale_log2 - lse_log2)  -> p[w]
-//   dq_part(t - 2) -> dq_accum      at its turn, between the exponentials
+//   dq_part(t - 2) -> dq_accum      at its turn, between the exponentials; it may be of the kv tile
+//                                   before
 //   dP = dout v^T                   when dq's registers are free; under it P is handed on
 //   dS = P (dP - delta)                  -> ds[w]
 //   dq = dS k
@@ -85,23 +86,38 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
     lse_log2 = ld_shared_f32(lse_at), lse_log2_8 = ld_shared_f32(lse_at + 32);
   };
 
+  float dq[32];
+  float4* dq_at = nullptr;
+  Send send = Send::NOTHING;  // what dq holds: the part of our step before, of any kv tile
+  const schedule::Shape shape =
+      schedule::make_shape(params.q_len, params.kv_len, params.mask_offset);
+  const bool in_team = schedule::team_size(shape) > 1;
+  // Where no step of ours will; `t` is the next one.
+  const auto send_now = [&](int t) {
+    if (send == Send::NOTHING) return;
+    mbarrier_wait(turn, full_parity(t / N_SOFTMAX - 1));
+    send_dq<8>(dq, 0, dq_at, send);
+    mbarrier_arrive_warp(dq_added, lane);
+    send = Send::NOTHING;
+  };
+
   for (;;) {  // kv tiles
     open_batch();
     const Batch& first = smem.batches[n % N_BATCH];
-    if (warp_uniform(first.stop != 0)) return;
-    const int kv_end = begin + warp_uniform(smem.steps_left[n % N_BATCH]);
+    int t = begin + ((begin ^ w) & 1);
+    const bool stop = warp_uniform(first.stop != 0);
+    const int kv_end = begin + (stop ? 0 : warp_uniform(smem.steps_left[n % N_BATCH]));
+    // A part must not wait for a batch that waits until the part's own batch is free.
+    if (t >= kv_end) send_now(t);
+    if (stop) return;
     const int kv_tile = warp_uniform(first.kv_tile0), kv_stage = kv_tile % N_KV_STAGE;
     const u32 k_rows = descriptor_low(smem_address(smem.k[kv_stage]));
     const u32 v_rows = descriptor_low(smem_address(smem.v[kv_stage]));
-    int t = begin + ((begin ^ w) & 1);
     // Also without a step of our own: else we could arrive for the next tile of this stage before
     // the others have arrived for this one.
     const bool has_steps = begin < kv_end;
     if (has_steps)
       mbarrier_wait(smem_address(&barriers.kv_full[kv_stage]), full_parity(kv_tile / N_KV_STAGE));
-    float dq[32];
-    float4* dq_at = nullptr;
-    Send send = Send::NOTHING;  // what dq holds: the part of our step before
     if (t < kv_end) {
       wait_for_stage(t);
       start_scores(s, q_rows(t), k_rows);
@@ -167,14 +183,13 @@ DC_FN void compute_scores(SharedStorage& smem, const BackwardParams& params, int
       if (t < kv_end) look_up(t);  // under S; `step` is another one from here on
       wgmma_wait<0>();             // dq and S
     }
-    if (send != Send::NOTHING) {
-      mbarrier_wait(turn, full_parity(t / N_SOFTMAX - 1));
-      send_dq<8>(dq, 0, dq_at, send);
-      mbarrier_arrive_warp(dq_added, lane);
-    }
     if (has_steps) mbarrier_arrive_warp(smem_address(&barriers.kv_empty[kv_stage]), lane);
     for (bool is_last = false; !is_last;) {
-      is_last = warp_uniform(smem.batches[n % N_BATCH].is_last != 0);
+      const Batch& batch = smem.batches[n % N_BATCH];
+      is_last = warp_uniform(batch.is_last != 0);
+      // A CTA of a team gets its next work when the turns of all its parts have come: they must not
+      // wait for that work.
+      if (in_team && warp_uniform(batch.ends_work != 0)) send_now(t);
       close_batch();
       if (!is_last) open_batch();
     }

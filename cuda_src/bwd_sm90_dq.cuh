@@ -34,7 +34,8 @@ DC_FN void write_dq(SharedStorage& smem, const BackwardParams& params, int slot)
       const bool is_first = !DC_UNORDERED && step.ticket == 0;
       if (!DC_UNORDERED && !is_first)
         turnstile_wait_bulk(
-            semaphore, Turn{step.tile_index, batch.row0 / KV_TILE, step.q_tile, step.ticket},
+            semaphore, step.ticket,
+            [&]() { return Visit{step.tile_index, batch.row0 / KV_TILE, step.q_tile}; },
             params.report);
       if (batch.ends_work && i + N_WRITER >= batch.count)
         mbarrier_arrive(smem_address(&barriers.turns_came));

@@ -49,6 +49,7 @@ DC_FN bool needs_mask(const Mask& mask, int row0, int key0) {
 // batch_empty[s]    BATCH_READERS  producer, writers, consumer warps   planner        batches
 // turns_came        N_WRITER       writers, turn of the last part of   planner        the next work
 //                                  a work has come
+// PANELS + w (1)    128 threads    consumers w                         the same       ds, as dk, dv
 struct Barriers {
   u64 q_full[N_STAGE], dout_full[N_STAGE], stage_empty[N_STAGE];
   u64 kv_full, k_empty;
@@ -64,6 +65,7 @@ DC_FN void wait_for_v(const Barriers& b, int, int t) {
   if (t > 0)
     mbarrier_wait(smem_address(&b.ds_full[(t - 1) % N_STAGE]), full_parity((t - 1) / N_STAGE));
 }
+constexpr int PANELS = 1;  // named barriers
 constexpr int BATCH_READERS = 1 + N_WRITER + CONSUMER_WARPS;
 
 struct alignas(1024) SharedStorage {

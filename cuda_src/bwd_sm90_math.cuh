@@ -21,6 +21,7 @@
 #pragma once
 #include "bwd_sm90_layout.cuh"
 #include "bwd_sm90_products.cuh"
+#include "bwd_sm90_store.cuh"
 #include "ptx/math.cuh"
 #include "ptx/stmatrix.cuh"
 
@@ -222,7 +223,8 @@ DC_FN void take_kv_tile(KvTile& kv, const SharedStorage& smem, const BackwardPar
 }
 
 template <int DQ_COLUMNS>
-DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int warp, int lane) {
+DC_FN void consume(SharedStorage& smem, const BackwardParams& params, const BackwardMaps& maps,
+                   int w, int warp, int lane) {
   const Consumer me(smem, w, warp, lane);
   const Barriers& barriers = smem.barriers;
   const u32 zero = opaque_zero(), delta_ones = delta_columns(lane);
@@ -231,11 +233,12 @@ DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int
 
   for (;;) {  // kv tiles
     wait_for_batch(barriers, n);
-    if (warp_uniform(smem.batches[n % N_BATCH].stop != 0)) return;
+    if (warp_uniform(smem.batches[n % N_BATCH].stop != 0)) break;
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) kv.dk[i] = kv.dv[i] = 0.f;
     if (warp_uniform(smem.batches[n % N_BATCH].count > 0))
       take_kv_tile(kv, smem, params, me, smem.batches[n % N_BATCH]);
+    wait_for_panels<0>(PANELS + w);  // behind the wait for k and v: long done, as a rule
     int is_first = 1;  // first step of the kv tile
     for (;;) {
       const Batch& batch = smem.batches[n % N_BATCH];
@@ -265,27 +268,29 @@ DC_FN void consume(SharedStorage& smem, const BackwardParams& params, int w, int
       wait_for_batch(barriers, n);
     }
     const Batch& batch = smem.batches[n % N_BATCH];
-    const int key0 = batch.row0 + 64 * w + 16 * warp;
-    const int batch_index = batch.batch, kv_head = batch.kv_head;
-    // dS of the step after the last would go there: no product reads it since the last wait_ds.
-    const u32 staging = smem_address(smem.ds) + stage_of(t) * DS_BYTES;
-    const auto fragment = [&](int k) { return me.fragment(smem, 0, k); };
+    const auto send = [&](const TensorMap& map, const float(&sum)[HEAD_DIM / 2], int panel,
+                          float scale, int stage) {  // through the place of dS
+      const u32 tile = smem_address(smem.ds) + stage * DS_BYTES;
+      stage_rows(sum, panel, scale, [&](int k) { return me.fragment(smem, tile, k); });
+      send_panel(map, tile + 64 * w * PANEL_ROW_BYTES, 64 * panel, batch.row0 + 64 * w, batch,
+                 PANELS + w);
+    };
     float dq[DQ_COLUMNS / 2];
     wait_ds(smem, t - 1);
     start_dq(dq, smem, me, t - 1);  // of old bytes, and dropped, if the kv tile had no step
+    send(maps.dv, kv.dv, 0, 1.f, stage_of(t));  // no product reads there since the last wait_ds
     wgmma_wait<0>();
     if (!is_first) {  // first of all, for the next k comes while dv and dk are stored
       mbarrier_arrive_warp(smem_address(&barriers.k_empty), lane);
       store_dq_part(dq, smem, me, t - 1);
+      mbarrier_wait(smem_address(&barriers.k_empty), full_parity(batch.kv_tile0));
     }
-    store_rows(kv.dv, staging, 64 * w + 16 * warp, fragment,
-               params.dv + batch_index * params.dv_strides.batch +
-                   kv_head * params.dv_strides.head,
-               params.dv_strides.row, key0, params.kv_len, 0, 1.f, lane);
+    send(maps.dv, kv.dv, 1, 1.f, stage_of(t - 1));  // both warpgroups are done with k and dS
+    wait_for_panels<1>(PANELS + w);
+    send(maps.dk, kv.dk, 0, params.scale, stage_of(t));
+    wait_for_panels<1>(PANELS + w);
+    send(maps.dk, kv.dk, 1, params.scale, stage_of(t - 1));
     next_batch(barriers, n, lane);
-    store_rows(kv.dk, staging, 64 * w + 16 * warp, fragment,
-               params.dk + batch_index * params.dk_strides.batch +
-                   kv_head * params.dk_strides.head,
-               params.dk_strides.row, key0, params.kv_len, 0, params.scale, lane);
   }
+  finish_panels();
 }

@@ -35,34 +35,16 @@ DC_FN void hide_keys(float (&s)[N], int q_row0, int offset, int key, int lane) {
       if (first + 8 * j + e % 2 - 8 * (e / 2) < 0) s[4 * j + e] = HIDE;
 }
 
-// A warp's 16 rows of dk or dv, scaled and rounded, to gmem[key][column0 and on], as far as rows
-// and columns exist: whole 128 bytes of a row by way of shared memory. `staging` is a panel there,
-// `row0` the warp's first row in it, fragment(k) from the panel to a lane's fragment of 16 columns.
+// A warp's 16 rows of panel number `panel` of dk or dv, scaled and rounded, to shared memory;
+// fragment(k) is where this lane's fragment of 16 columns goes.
 template <int N, class Fragment>
-DC_FN void store_rows(const float (&acc)[N], u32 staging, int row0, const Fragment& fragment,
-                      Element* gmem, i64 row_stride, int key0, int kv_len, int column0, float scale,
-                      int lane) {
-  constexpr int LANES = PANEL_ROW_BYTES / 16, ROWS = WARP_SIZE / LANES;
-  const int lane_row = lane / LANES, chunk = lane % LANES;
+DC_FN void stage_rows(const float (&acc)[N], int panel, float scale, const Fragment& fragment) {
 #pragma unroll
-  for (int panel = 0; 32 * panel < N; ++panel) {
-#pragma unroll
-    for (int k = 0; k < PANEL_COLUMNS / 16 && 32 * panel + 8 * k < N; ++k) {
-      const auto word = [&](int i) {
-        const int at = 32 * panel + 8 * k + 2 * i;
-        return pack(acc[at] * scale, acc[at + 1] * scale);
-      };
-      stmatrix_x4(staging + fragment(k), word(0), word(1), word(2), word(3));
-    }
-    __syncwarp();
-    const int column = column0 + PANEL_COLUMNS * panel + 8 * chunk;
-#pragma unroll
-    for (int row = lane_row; row < 16; row += ROWS) {
-      u32 word[4];
-      ld_shared_v4(word, staging + (row0 + row) * PANEL_ROW_BYTES + ((chunk ^ row % 8) << 4));
-      if (key0 + row < kv_len && column < DC_HEAD_DIM)
-        store_8(gmem + (key0 + row) * row_stride + column, word);
-    }
-    __syncwarp();
+  for (int k = 0; k < PANEL_COLUMNS / 16 && 32 * panel + 8 * k < N; ++k) {
+    const auto word = [&](int i) {
+      const int at = 32 * panel + 8 * k + 2 * i;
+      return pack(acc[at] * scale, acc[at + 1] * scale);
+    };
+    stmatrix_x4(fragment(k), word(0), word(1), word(2), word(3));
   }
 }

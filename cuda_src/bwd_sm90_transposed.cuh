@@ -28,17 +28,3 @@ DC_FN void stage_transposed(const float (&acc)[KV_TILE / 2], u32 tile, float sca
     stmatrix_x4_trans(at + 8 * j * PANEL_ROW_BYTES, r[0], r[1], r[2], r[3]);
   }
 }
-
-// The first n_key keys of such a tile, row by row, to gmem[key][n_column], by a warpgroup.
-DC_FN void store_keys(u32 tile, Element* gmem, i64 row_stride, int n_key, int n_column,
-                      int thread) {
-  const int chunk = thread % 8;
-  if (8 * chunk >= n_column) return;
-#pragma unroll
-  for (int key = thread / 8; key < KV_TILE; key += WARPGROUP_SIZE / 8) {
-    if (key >= n_key) return;
-    u32 word[4];
-    ld_shared_v4(word, tile + key * PANEL_ROW_BYTES + ((chunk ^ key % 8) << 4));
-    store_8(gmem + key * row_stride + 8 * chunk, word);
-  }
-}

@@ -18,9 +18,10 @@ static_assert(N_BATCH > N_SOFTMAX, "else a ring of batches that all wait for one
 // Nothing hangs. A part waits for its turn and, beside that, for parts before it in the order of
 // its CTA alone (its own step and, in bwd_sm90_d64 and bwd_sm90_d256, the start of the next one; in
 // bwd_sm90_d256 those of both CTAs of the pair); so the machine of dashcupy/simulate.py that adds
-// the parts of a CTA, or of a pair, in order proves it. A CTA of a team takes its next work when
-// the turn of all its parts has come, as the contract of the schedules asks (turns_came; a pair:
-// in both CTAs); what then is left of them waits for nobody.
+// the parts of a CTA, or of a pair, in order proves it. The next step may be one of the next work,
+// but not in a team: a CTA of a team takes its next work when the turn of all its parts has come,
+// as the contract of the schedules asks (turns_came; a pair: in both CTAs), and what then is left
+// of them waits for nobody.
 //
 // With DC_UNORDERED no part waits for a turn, and all are added, to zeros that bwd_preprocess has
 // put there: to measure what the order costs.
@@ -30,21 +31,22 @@ DC_FN void take_turns(SharedStorage& smem, const BackwardParams& params, int w) 
   const auto semaphore_of = [&](const Step& step) {
     return params.dq_semaphore + i64(step.tile_index) * DC_SEMAPHORE_STRIDE + cta_rank();
   };
-  int step0 = 0;         // steps before this batch
+  int step0 = -w;        // steps before this batch, less w
   bool granted = false;  // the softmax warps know that the turn of the next step has come
   for (int n = 0;; ++n) {
     wait_for_batch(barriers, n);
     const Batch& batch = smem.batches[n % N_BATCH];
     if (batch.stop) return;
-    int i = (w - step0) & (N_SOFTMAX - 1);
+    int i = -step0 & (N_SOFTMAX - 1);
     if (batch.ends_work && i >= batch.count) mbarrier_arrive(smem_address(&barriers.turns_came));
     for (; i < batch.count; i += N_SOFTMAX) {
       const Step& step = batch.steps[i];
       if (!granted) {
         if (!DC_UNORDERED && step.ticket > 0)
-          turnstile_wait(semaphore_of(step),
-                         Turn{step.tile_index, batch.row0 / KV_TILE, step.q_tile, step.ticket},
-                         params.report);
+          turnstile_wait(
+              semaphore_of(step), step.ticket,
+              [&]() { return Visit{step.tile_index, batch.row0 / KV_TILE, step.q_tile}; },
+              params.report);
         random_delay(i);
         mbarrier_arrive(turn);
       }

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 
 from . import params, tensor_map
-from .config_sm90 import WARPGROUP_ROWS
+from .config_sm90 import WARPGROUP_ROWS, backward_loop
 from .layout import Layout
 from .plan import Plan, head_group, scale_log2
 from .plan_sm90 import head_group as forward_head_group
@@ -42,8 +42,9 @@ def struct_values(plan: Plan, layouts: Mapping[str, Layout]) -> dict[str, int | 
         "head_group": (forward_head_group(problem) if plan.direction == "forward" else
                        head_group(plan)),
     }
-    for name, layout in layouts.items():
-        strides = used_strides(layout)
+    order = _address_order(plan)
+    for name in layouts:
+        strides = used_strides(_as_used(order, layouts, name)[1])
         if name in ROW_ARRAYS:
             values[f"{name}_batch"], values[f"{name}_head"] = strides[:2]
         else:
@@ -78,8 +79,9 @@ class Arguments:
         self._maps = _MAPS[kind](plan, layouts) if kind in _MAPS else ()
         order = _address_order(plan)
         # Parts of the workspace that a plan has not: their pointers are null.
-        pointers = [order.index(name) if name in order else order.index("null") for name in
-                    copies or [name for name, code in params.FIELDS[kind] if code == "P"]]
+        names = copies or [_as_used(order, layouts, name)[0] if name in layouts else name
+                           for name, code in params.FIELDS[kind] if code == "P"]
+        pointers = [order.index(name if name in order else "null") for name in names]
         self._pick = operator.itemgetter(*pointers) if pointers else lambda addresses: ()
 
     def complete(self, memory: ctypes.Array, addresses: Sequence[int]) -> None:
@@ -133,7 +135,7 @@ def _forward_maps(plan: Plan, layouts: Mapping[str, Layout]) -> list[_Map]:
         rows = plan.config.kv_tile if of_keys else WARPGROUP_ROWS
         # Without a key nothing of k and v is looked at, but a map must be of something.
         source = "q" if of_keys and problem.kv_len == 0 else name
-        source, layout = _as_read(order, layouts, source)
+        source, layout = _as_used(order, layouts, source)
         if of_keys and problem.kv_len > 0:
             batch, _, n_head, head_dim = layout.shape
             layout = layout._replace(shape=(batch, n_seen, n_head, head_dim))
@@ -142,26 +144,30 @@ def _forward_maps(plan: Plan, layouts: Mapping[str, Layout]) -> list[_Map]:
 
 
 def _backward_maps(plan: Plan, layouts: Mapping[str, Layout]) -> list[Callable]:
-    """Those of q, dout, k and v, of the rows and keys that see or are seen.
+    """Those of q, dout, k and v, of the rows and keys that see or are seen, and of dk and dv.
 
     Rows that see no key and keys that no row sees lie outside and are read as zeros: they may hold
     NaN, and 0 times NaN is NaN.
     """
     problem, order = plan.problem, _address_order(plan)
+    loop = backward_loop(problem.head_dim)
     first_row, key_end = 0, problem.kv_len
     if problem.causal:
         first_row = max(0, -problem.mask_offset)
         key_end = min(problem.kv_len, problem.q_len + problem.mask_offset)
-    names = [name for name, _ in params.FIELDS["backward_maps"]]
-    if problem.q_len == 0 or problem.n_q_head == 0:
-        # No step reads anything, and a map must be of something.
-        return [lambda addresses: b""] * len(names)
+    of_rows = loop.q_tile, first_row, problem.q_len
+    of_keys = loop.kv_tile // loop.cluster, 0, key_end
+    of_results = loop.result_rows, 0, problem.kv_len
+    boxes = {"q": of_rows, "dout": of_rows, "k": of_keys, "v": of_keys,
+             "dk": of_results, "dv": of_results}
+    reads = problem.q_len > 0 and problem.n_q_head > 0
     maps = []
-    for name in names:
-        rows, begin, end = (
-            (plan.config.kv_tile // plan.config.cluster, 0, key_end) if name in ("k", "v") else
-            (plan.config.q_tile, first_row, problem.q_len))
-        name, layout = _as_read(order, layouts, name)
+    for name, _ in params.FIELDS["backward_maps"]:
+        if not reads and boxes[name] is not of_results:
+            maps.append(lambda addresses: b"")  # no step reads it, and a map must be of something
+            continue
+        rows, begin, end = boxes[name]
+        name, layout = _as_used(order, layouts, name)
         skip = tensor_map.ELEMENT_BYTES * begin * layout.strides[1]
         batch, _, n_head, head_dim = layout.shape
         maps.append(_Map(order.index(name), skip,
@@ -169,9 +175,9 @@ def _backward_maps(plan: Plan, layouts: Mapping[str, Layout]) -> list[Callable]:
     return maps
 
 
-def _as_read(order: Sequence[str], layouts: Mapping[str, Layout],
+def _as_used(order: Sequence[str], layouts: Mapping[str, Layout],
              name: str) -> tuple[str, Layout]:
-    """Name and layout of what a map of this array is of: the copy, if the workspace has one."""
+    """Name and layout of what kernels use of this array: the copy, if the workspace has one."""
     layout, copy = layouts[name], f"{name}_copy"
     if copy not in order:
         return name, layout

@@ -155,7 +155,7 @@ def choose_config(problem: Problem, direction: str, target: Target) -> Config:
 
 
 def uses_tensor_maps(problem: Problem, direction: str, target: Target) -> bool:
-    """Whether the kernel reads by the copy engine, which takes no strides of 0 or less."""
+    """Whether the kernel uses the copy engine, which takes no strides of 0 or less."""
     return target == config_sm90.TARGET and (
         direction == "forward"
         or config_sm90.serves_backward(problem.head_dim, problem.scale))

@@ -104,6 +104,8 @@ class BackwardLoop:
         q tiles of dq in shared memory; those that add from registers have none.
     reason
         Why these.
+    result_rows
+        Keys whose dk and dv a warpgroup stores at once.
     cluster
         CTAs that share a kv tile, each with an equal part of its rows.
     """
@@ -116,6 +118,7 @@ class BackwardLoop:
     q_stages: int
     do_stages: int
     dq_slots: int
+    result_rows: int
     reason: str
     cluster: int = 1
 
@@ -138,15 +141,15 @@ class BackwardLoop:
 
 
 _BACKWARD_LOOPS = (
-    BackwardLoop("bwd_sm90_d64", 64, 64, 128, 16, 4, 4, 0,
+    BackwardLoop("bwd_sm90_d64", 64, 64, 128, 16, 4, 4, 0, 128,
                  "two warpgroups take the steps in turn, a third holds dk and dv of all keys in "
                  "registers"),
-    *(BackwardLoop("bwd_sm90", pad, 64, 128, 12, 2, 2, 2,
+    *(BackwardLoop("bwd_sm90", pad, 64, 128, 12, 2, 2, 2, 64,
                    "two warpgroups hold dk and dv of 64 keys each in registers")
       for pad in (96, 128)),
-    BackwardLoop("bwd_sm90_d192", 192, 64, 96, 16, 2, 2, 0,
+    BackwardLoop("bwd_sm90_d192", 192, 64, 96, 16, 2, 2, 0, 96,
                  "one warpgroup makes the scores, two hold dk and dv of all keys in registers"),
-    BackwardLoop("bwd_sm90_d256", 256, 64, 128, 16, 2, 1, 0,
+    BackwardLoop("bwd_sm90_d256", 256, 64, 128, 16, 2, 1, 0, 64,
                  "two CTAs share a kv tile; in each one warpgroup makes the scores, two hold dk "
                  "and dv of 64 keys in registers", cluster=2),
 )

@@ -28,20 +28,22 @@ _VECTOR_ELEMENTS = 8
 
 def is_aligned(pointers: Sequence[int], layouts: Mapping[str, Layout],
                by_tensor_map: bool = False) -> bool:
-    """Whether all 16-bit arrays may be read 16 bytes at a time, or by the copy engine.
+    """Whether all 16-bit arrays may be used 16 bytes at a time, or by the copy engine.
 
     Parameters
     ----------
     pointers
         Addresses of their first elements.
     layouts
-        By name; lse and dlse are left out, as they are read one element at a time.
+        By name; lse and dlse are left out, as they are read one element at a time, and so are
+        empty arrays, as they are not read.
     by_tensor_map
-        Whether the kernels read by the copy engine, which also refuses strides of 0 and less.
+        Whether the kernels use the copy engine, which also refuses strides of 0 and less.
     """
     if functools.reduce(lambda a, b: a | b, pointers, 0) % _VECTOR_BYTES:
         return False
-    vectors = [layout for name, layout in layouts.items() if name not in ROW_ARRAYS]
+    vectors = [layout for name, layout in layouts.items()
+               if name not in ROW_ARRAYS and 0 not in layout.shape]
     if by_tensor_map and not all(map(tensor_map.can_describe, vectors)):
         return False
     return all(stride % _VECTOR_ELEMENTS == 0 for layout in vectors

@@ -58,7 +58,7 @@ FIELDS = {
         *_fields("f", "scale_log2"),
         *_fields("i", "head_group"),
     ),
-    "backward_maps": _fields(_MAP, "q", "dout", "k", "v"),
+    "backward_maps": _fields(_MAP, "q", "dout", "k", "v", "dk", "dv"),
     "copy": (
         *_fields("P", "from", "to"),
         *_strides("from", "to"),

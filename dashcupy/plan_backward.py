@@ -24,8 +24,8 @@ def backward_kernels(problem: Problem, config: BackwardConfig, shape: Shape,
     ----------
     problem, config, shape, schedule
     aligned
-        Whether arrays may be read 16 bytes at a time, or by tensor maps; without it the Hopper
-        kernels read copies of q, k, v and dout.
+        Whether 16 bytes of an array may be read or written at a time, or boxes by tensor maps;
+        without it the Hopper kernels use copies of q, k, v, dout, dk and dv.
     debug
         Whether waits are bounded and reported.
     """
@@ -60,6 +60,8 @@ def backward_kernels(problem: Problem, config: BackwardConfig, shape: Shape,
         kernels.append(KernelPlan(
             "bwd_postprocess", pairs(shared | {"DC_DEBUG": int(debug)}), n_tile, _TILES,
             POSTPROCESS_THREADS, 0, "backward", early=True))
+    if is_sm90 and not aligned:
+        kernels += [plan_sm90.copy_out(problem, name) for name in ("dk", "dv")]
     return tuple(kernels)
 
 

@@ -45,13 +45,18 @@ def forward_kernels(problem: Problem, config: ForwardSm90Config, shape: Shape, a
     if aligned:
         return (main,)
     before = [copy_in(problem, name) for name in ("q", "k", "v")]
-    after = _copy(problem, "out_copy", "out")
+    after = copy_out(problem, "out")
     return tuple(kernel for kernel in (*before, main, after) if kernel.grid > 0)
 
 
 def copy_in(problem: Problem, name: str) -> KernelPlan:
     """The launch that copies an array of the caller to the workspace."""
     return _copy(problem, name, f"{name}_copy")
+
+
+def copy_out(problem: Problem, name: str) -> KernelPlan:
+    """The launch that copies a result from the workspace to the array of the caller."""
+    return _copy(problem, f"{name}_copy", name)
 
 
 def _copy(problem: Problem, source: str, target: str) -> KernelPlan:
@@ -84,7 +89,7 @@ def copies(problem: Problem, kernels: tuple[KernelPlan, ...]) -> dict[str, tuple
 
 
 def _rows_and_heads(problem: Problem, name: str) -> tuple[int, int]:
-    if name.removesuffix("_copy") in ("k", "v"):
+    if name.removesuffix("_copy") in ("k", "v", "dk", "dv"):
         return problem.kv_len, problem.n_kv_head
     return problem.q_len, problem.n_q_head
 

@@ -66,6 +66,14 @@ class FakeArray:
         self.data = SimpleNamespace(ptr=pointer, device_id=device)
 
 
+def backward_inputs(q_shape, k_shape, dtype="bfloat16"):
+    """What `attention_backward` needs, by name, all in C order."""
+    shapes = {"dout": q_shape, "q": q_shape, "k": k_shape, "v": k_shape, "out": q_shape}
+    batch, length, n_head, _ = q_shape
+    return {name: FakeArray(shape, dtype) for name, shape in shapes.items()} | {
+        "lse": FakeArray((batch, n_head, length), "float32")}
+
+
 class Launch(NamedTuple):
     """One recorded launch."""
 

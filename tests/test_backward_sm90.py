@@ -14,7 +14,7 @@ from dashcupy.kernel_launch import KernelLaunch
 from dashcupy.plan import make_plan
 from dashcupy.problem import Problem
 
-from fake_gpu import FUNCTIONS, STREAM, FakeArray, fake_gpu
+from fake_gpu import FUNCTIONS, STREAM, FakeArray, backward_inputs, fake_gpu
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 H200 = (9, 0)
@@ -35,10 +35,7 @@ def problem(**changes):
 
 
 def arrays(q_shape=Q, k_shape=K, **changes):
-    shapes = {"dout": q_shape, "q": q_shape, "k": k_shape, "v": k_shape, "out": q_shape}
-    found = {name: FakeArray(shape, "bfloat16") for name, shape in shapes.items()}
-    batch, length, n_head, _ = q_shape
-    return found | {"lse": FakeArray((batch, n_head, length), "float32")} | changes
+    return backward_inputs(q_shape, k_shape) | changes
 
 
 def names(gpu):
@@ -126,7 +123,7 @@ def test_maps_lie_where_the_compiler_looks_for_them(tmp_path):
                     tmp_path / "offsets.cpp"], check=True)
     printed = subprocess.run([program], check=True, capture_output=True, text=True).stdout
     compiled = {key: int(value) for key, value in map(str.split, printed.splitlines())}
-    assert compiled.pop("sizeof") == params.n_bytes("backward_maps") == 512
+    assert compiled.pop("sizeof") == params.n_bytes("backward_maps") == 768
     assert compiled == params.offsets("backward_maps")
 
 
@@ -157,7 +154,8 @@ def test_workspace():
         plan = make_plan(problem(), "backward", H200, "auto", aligned)
         if not aligned:
             sizes |= {"q_copy": 2 * 2 * 1000 * 4 * 128, "k_copy": 2 * 2 * 900 * 2 * 128,
-                      "v_copy": 2 * 2 * 900 * 2 * 128, "dout_copy": 2 * 2 * 1000 * 4 * 128}
+                      "v_copy": 2 * 2 * 900 * 2 * 128, "dout_copy": 2 * 2 * 1000 * 4 * 128,
+                      "dk_copy": 2 * 2 * 900 * 2 * 128, "dv_copy": 2 * 2 * 900 * 2 * 128}
         assert {region.name: region.n_bytes for region in plan.workspace} == sizes
         end = 0
         for region in plan.workspace:
@@ -177,11 +175,14 @@ def test_workspace():
 def test_empty_inputs(changes, kernels, cleared, aligned):
     """A grid of 0 is an error; zeros must be written; a counter of garbage loses work."""
     plan = make_plan(problem(**changes), "backward", H200, "auto", aligned)
-    found = [kernel.kernel for kernel in plan.kernels if kernel.kernel != "copy_rows"]
-    assert found == kernels and plan.cleared == cleared
-    assert all(kernel.grid > 0 for kernel in plan.kernels)
-    copies = [] if aligned or len(kernels) < 3 else ["q", "k", "v", "dout"]
-    assert [kernel.copies[0] for kernel in plan.kernels if kernel.copies] == copies
+    before = [(name, f"{name}_copy") for name in ("q", "k", "v", "dout")
+              if not aligned and len(kernels) == 3]
+    after = [(f"{name}_copy", name) for name in ("dk", "dv")
+             if not aligned and "bwd_sm90" in kernels]  # of its zeros, too
+    assert [kernel.copies or kernel.kernel for kernel in plan.kernels] == before + kernels + after
+    assert all(kernel.grid > 0 for kernel in plan.kernels) and plan.cleared == cleared
+    assert [region.name for region in plan.workspace if region.name.endswith("_copy")] == \
+        [copy for _, copy in before] + [copy for copy, _ in after]
     assert plan.explain()
 
 
@@ -203,9 +204,10 @@ def test_struct_and_maps(gpu):
                  "dk_strides.row": 256, "dq_strides.row": 1024}
     assert {name: main.fields[name] for name in expected} == expected
     for name, rows, length, n_head in (("q", 64, 300, 8), ("dout", 64, 300, 8),
-                                       ("k", 128, 500, 2), ("v", 128, 500, 2)):
+                                       ("k", 128, 500, 2), ("v", 128, 500, 2),
+                                       ("dk", 64, 500, 2), ("dv", 64, 500, 2)):
         made = main.fields[f"{name}_map"]
-        assert made.pointer == x[name].data.ptr and made.data_type == BFLOAT16
+        assert made.pointer == expected[name] and made.data_type == BFLOAT16
         assert made.sizes == (128, length, n_head, 2) and made.box == (64, rows, 1, 1)
         assert made.strides == (n_head * 256, 256, length * n_head * 256)
 
@@ -215,9 +217,10 @@ def test_struct_and_maps(gpu):
     (True, 100, 300, 0, 300), ("top_left", 300, 100, 0, 100), ("top_left", 100, 300, 0, 100),
     (True, 300, 1, 299, 1), (True, 1, 300, 0, 300), ("top_left", 1, 300, 0, 1)])
 def test_maps_hold_what_sees_and_is_seen(gpu, causal, q_len, kv_len, first_row, key_end):
-    """NaN in rows that see no key, or in keys that no row sees, would reach dk and dq."""
+    """NaN in rows that see no key, or in keys that no row sees, would reach dk and dq. All keys get
+    their dk and dv."""
     x = arrays((2, q_len, 8, 128), (2, kv_len, 2, 128))
-    dashcupy.attention_backward(**x, causal=causal)
+    _, dk, dv = dashcupy.attention_backward(**x, causal=causal)
     fields = gpu.launches[1].fields
     for name in ("q", "dout"):
         assert fields[f"{name}_map"].pointer == x[name].data.ptr + first_row * 8 * 128 * 2
@@ -225,6 +228,9 @@ def test_maps_hold_what_sees_and_is_seen(gpu, causal, q_len, kv_len, first_row, 
     for name in ("k", "v"):
         assert fields[f"{name}_map"].pointer == x[name].data.ptr
         assert fields[f"{name}_map"].sizes == (128, key_end, 2, 2)
+    for name, result in (("dk", dk), ("dv", dv)):
+        assert fields[f"{name}_map"].pointer == result.data.ptr
+        assert fields[f"{name}_map"].sizes == (128, kv_len, 2, 2)
 
 
 @pytest.mark.parametrize("changes", [
@@ -236,29 +242,29 @@ def test_maps_hold_what_sees_and_is_seen(gpu, causal, q_len, kv_len, first_row, 
 def test_arrays_that_no_map_describes_are_copied(gpu, changes):
     """The driver refuses such a map; bits must be those of aligned arrays."""
     x = arrays(**changes)
-    dashcupy.attention_backward(**x, causal=True)
-    assert names(gpu) == ["copy_rows"] * 4 + ["bwd_preprocess", "bwd_sm90", "bwd_postprocess"]
-    *copies, before, main, after = gpu.launches
+    _, dk, dv = dashcupy.attention_backward(**x, causal=True)
+    assert names(gpu) == ["copy_rows"] * 4 + ["bwd_preprocess", "bwd_sm90", "bwd_postprocess"] + \
+        ["copy_rows"] * 2
+    *copies, before, main, after = gpu.launches[:-2]
     workspace = gpu.allocated[-1].data.ptr
     for launch, name in zip(copies, ("q", "k", "v", "dout")):
         assert launch.fields["from"] == x[name].data.ptr
+        assert [2 * launch.fields[f"from_strides.{axis}"] for axis in ("batch", "row", "head")] == \
+            list(x[name].strides[:3])
         made, shape = main.fields[f"{name}_map"], x[name].shape
         assert made.pointer == launch.fields["to"] and made.pointer > workspace
         assert [2 * launch.fields[f"to_strides.{axis}"] for axis in ("row", "head", "batch")] == \
             list(made.strides) == [shape[2] * 256, 256, shape[1] * shape[2] * 256]
-    strides = [stride // 2 for stride in x["dout"].strides]
-    assert before.fields["dout"] == x["dout"].data.ptr  # read where it is
-    assert [before.fields[f"dout_strides.{axis}"] for axis in ("batch", "row", "head")] == \
-        strides[:3]
+        assert before.fields[name] == made.pointer  # dout is read by bwd_preprocess, too
+        assert [2 * before.fields[f"{name}_strides.{axis}"] for axis in ("row", "head", "batch")] \
+            == list(made.strides)
+    for launch, name, result in zip(gpu.launches[-2:], ("dk", "dv"), (dk, dv)):
+        made = main.fields[f"{name}_map"]
+        assert launch.fields["from"] == main.fields[name] == made.pointer > workspace
+        assert launch.fields["to"] == result.data.ptr and made.strides == (512, 256, 256000)
     assert before.fields["lse_log2"] == workspace and main.fields["delta"] == 0
-
-
-def test_no_row_of_q(gpu):
-    """Zeros in dk and dv are still to be written, with no map to make and no counter cleared."""
-    dashcupy.attention_backward(**arrays((2, 0, 8, 128)))
-    launch, = gpu.launches
-    assert launch.kernel == "bwd_sm90" and gpu.cleared == [(launch.fields["work_counter"], 4)]
-    assert not gpu.maps and launch.fields["q_map"] is None and launch.fields["k_map"] is None
+    assert before.fields == after.fields == {
+        name: value for name, value in main.fields.items() if not name.endswith("_map")}
 
 
 @pytest.mark.parametrize("n_sm, max_ctas, grid", [(132, None, 16), (5, None, 5), (132, 3, 3)])
@@ -321,7 +327,7 @@ def test_debug_builds_report_who_was_stuck(gpu, monkeypatch):
     """The report must lie where the kernel writes it, also with copies behind it."""
     monkeypatch.setenv("DASHCUPY_DEBUG", "1")
     dashcupy.attention_backward(**arrays(dout=FakeArray(Q, "bfloat16", strides=(0, 0, 0, 1))))
-    main = gpu.launches[-2]
+    main = gpu.launches[-4]
     assert main.kernel == "bwd_sm90" and gpu.cleared == [(main.fields["report"], 32)]
     gpu.report[:6] = 1, 13 * 5 + 4, 2, 4, 3, 1
     with pytest.raises(HangError, match=r"kv tile 2 .* q tile 4 \(batch 1, q head 5\).*ticket 3"):
@@ -342,20 +348,24 @@ def test_capture_and_a_workspace_of_the_caller(gpu):
     dashcupy.attention_backward(**x, workspace=workspace)
     assert gpu.launches[-1].fields["lse_log2"] == workspace.data.ptr
     flat = FakeArray(Q, "bfloat16", strides=(0, 0, 0, 1))
-    more = n_bytes + 2 * (2 * 300 * 8 + 2 * 500 * 2) * 128 * 2
+    copies = 2 * (2 * 300 * 8 + 4 * 500 * 2) * 128 * 2  # q, dout; k, v, dk, dv
     with pytest.raises(InvalidInputError, match="must be one contiguous axis of at least") as error:
         dashcupy.attention_backward(**x | {"dout": flat}, workspace=workspace)
     needed = int(str(error.value).split("at least ")[1].split()[0])
-    assert more <= needed < more + 5 * 256
+    assert needed == -(-n_bytes // 256) * 256 + copies
     dashcupy.attention_backward(**x | {"dout": flat}, workspace=FakeArray((needed,), "uint8"))
 
 
 def test_maps_are_made_once_for_an_address(gpu):
     """Encoding takes longer than a launch; another address needs another map."""
-    x = arrays()
-    dashcupy.attention_backward(**x)
-    dashcupy.attention_backward(**x)
-    assert len(gpu.maps) == 4
-    dashcupy.attention_backward(**x | {"v": FakeArray(K, "bfloat16")})
-    assert len(gpu.maps) == 5
-    assert gpu.launches[-2].fields["v_map"].pointer != x["v"].data.ptr
+    x, (dq, dk, dv) = arrays(), (FakeArray(shape, "bfloat16") for shape in (Q, K, K))
+    for _ in range(2):
+        dashcupy.attention_backward(**x, grads=(dq, dk, dv))
+        assert len(gpu.maps) == 6
+    v, other = FakeArray(K, "bfloat16"), FakeArray(K, "bfloat16")
+    dashcupy.attention_backward(**x | {"v": v}, grads=(dq, dk, dv))
+    assert len(gpu.maps) == 7 and gpu.launches[-2].fields["v_map"].pointer == v.data.ptr
+    dashcupy.attention_backward(**x, grads=(dq, other, dv))
+    assert len(gpu.maps) == 8
+    assert [gpu.launches[-2].fields[f"{name}_map"].pointer for name in ("v", "dk", "dv")] == [
+        array.data.ptr for array in (x["v"], other, dv)]

@@ -54,9 +54,9 @@
 #pragma once
 #include "ptx/memory.cuh"
 
-struct Turn {
-  int tile_index, kv_tile, q_tile;  // who waits: for the report of a debug build
-  u32 ticket;
+// Who waits: for the report of a debug build.
+struct Visit {
+  int tile_index, kv_tile, q_tile;
 };
 
 // One look, for a thread that has something else to do: true when it is this ticket's turn.
@@ -64,28 +64,33 @@ DC_FN bool turnstile_ready(const u32* semaphore, u32 ticket) {
   return ld_acquire(semaphore) >= ticket;
 }
 
-DC_FN void turnstile_wait(const u32* semaphore, const Turn& turn, u32* report) {
+// visit() says who waits; it is asked when that is reported, for registers are short.
+template <class GetVisit>
+DC_FN void turnstile_wait(const u32* semaphore, u32 ticket, const GetVisit& visit, u32* report) {
 #if DC_DEBUG
-  for (u32 spin = 0; !turnstile_ready(semaphore, turn.ticket); ++spin) {
+  for (u32 spin = 0; !turnstile_ready(semaphore, ticket); ++spin) {
     if (ld_acquire(report) != 0) return;
     if (spin < (1u << 22)) continue;
     if (atomicCAS(report, 0u, 1u) == 0) {
-      report[1] = u32(turn.tile_index);
-      report[2] = u32(turn.kv_tile);
-      report[3] = u32(turn.q_tile);
-      report[4] = turn.ticket;
+      const Visit who = visit();
+      report[1] = u32(who.tile_index);
+      report[2] = u32(who.kv_tile);
+      report[3] = u32(who.q_tile);
+      report[4] = ticket;
       report[5] = ld_acquire(semaphore);
     }
     return;
   }
 #else
-  while (!turnstile_ready(semaphore, turn.ticket)) {
+  while (!turnstile_ready(semaphore, ticket)) {
   }
 #endif
 }
 
-DC_FN void turnstile_wait_bulk(const u32* semaphore, const Turn& turn, u32* report) {
-  turnstile_wait(semaphore, turn, report);
+template <class GetVisit>
+DC_FN void turnstile_wait_bulk(const u32* semaphore, u32 ticket, const GetVisit& visit,
+                               u32* report) {
+  turnstile_wait(semaphore, ticket, visit, report);
   fence_async_gmem();
 }
 
