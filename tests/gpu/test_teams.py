@@ -1,4 +1,4 @@
-"""Teams, whose CTAs wait for one another inside a work: shapes that leave no room for a wait more.
+"""Teams, whose CTAs wait for one another: shapes that hang if a part of dq waits once too often.
 
 A part of dq that is ready must be added before its CTA waits for anything of its team. CTAs whose
 starts lie less than two q tiles apart hand their last parts on in a ring, and in a work that ends
@@ -22,5 +22,5 @@ SINGLE_STEPS = [("shift", "full", size) for size in ((576, 576), (576, 1024), (1
 @pytest.mark.parametrize(("schedule", "mask", "size"), RINGS + SINGLE_STEPS)
 @limit(20)
 def test_no_part_waits_for_the_next_work(schedule, mask, size, head_dim):
-    for n_q_head in (4, 12):  # 1 and 3 to a kv head
+    for n_q_head in (4, 12):  # 1 and 3 to a kv head; batches of a single step with 1
         check(Case(*size, mask, head_dim, n_q_head=n_q_head, n_kv_head=4, schedule=schedule))
