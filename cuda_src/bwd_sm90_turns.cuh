@@ -61,9 +61,10 @@ DC_FN void take_turns(SharedStorage& smem, const BackwardParams& params, int w) 
       const Batch& there = smem.batches[m % N_BATCH];
       granted = j < there.count && (DC_UNORDERED || turnstile_ready(semaphore_of(there.steps[j]),
                                                                     there.steps[j].ticket));
+      u32* semaphore = semaphore_of(step);  // here, as others wait for what is behind the barrier
       mbarrier_wait(smem_address(&barriers.dq_added[w]), full_parity((step0 + i) / N_SOFTMAX));
       if (granted) mbarrier_arrive(turn);
-      turnstile_release(semaphore_of(step));
+      turnstile_release(semaphore);
     }
     step0 += batch.count;
     free_batch(barriers, n);

@@ -2,7 +2,7 @@
 #pragma once
 #include "common.cuh"
 
-// What is written before a red_release of the value seen is visible after this load.
+// What is written before a red_release_increment of the value seen is visible after this load.
 // PTX ISA: ld with .acquire, memory consistency model.
 DC_FN u32 ld_acquire(const u32* p) {
   u32 v;
@@ -10,10 +10,27 @@ DC_FN u32 ld_acquire(const u32* p) {
   return v;
 }
 
-// Adds after everything this thread wrote or saw written (a CTA barrier passes it on) is visible.
+// Whether *p has reached v; if so, an acquire load. An acquire empties L1, so those who look often
+// do that once: a relaxed load, and a fence behind the last one (sm_90; NVRTC before 12.9 is
+// untested). PTX ISA: fence with .acquire; the mapping of C++ loads in its atomics ABI.
+DC_FN bool has_reached(const u32* p, u32 v) {
+#if __CUDA_ARCH__ >= 900 && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209
+  u32 seen;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(p) : "memory");
+  if (seen < v) return false;
+  asm volatile("fence.acquire.gpu;" ::: "memory");
+  return true;
+#else
+  return ld_acquire(p) >= v;
+#endif
+}
+
+// Adds 1, after everything this thread wrote or saw written (a CTA barrier passes it on) is
+// visible, to a count below 2^31. Not by red.add: with a constant, the compiler has a warp's lanes
+// vote who adds for all, and fences for the CTA first, all of it between the wait and the release.
 // PTX ISA: red with .release, memory consistency model.
-DC_FN void red_release_add(u32* p, u32 v) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+DC_FN void red_release_increment(u32* p) {
+  asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(p), "r"(0x7fffffffu) : "memory");
 }
 
 // What this thread read and wrote in global memory so far comes before the bulk copies that it

@@ -61,7 +61,7 @@ struct Visit {
 
 // One look, for a thread that has something else to do: true when it is this ticket's turn.
 DC_FN bool turnstile_ready(const u32* semaphore, u32 ticket) {
-  return ld_acquire(semaphore) >= ticket;
+  return has_reached(semaphore, ticket);
 }
 
 // visit() says who waits; it is asked when that is reported, for registers are short.
@@ -94,4 +94,4 @@ DC_FN void turnstile_wait_bulk(const u32* semaphore, u32 ticket, const GetVisit&
   fence_async_gmem();
 }
 
-DC_FN void turnstile_release(u32* semaphore) { red_release_add(semaphore, 1); }
+DC_FN void turnstile_release(u32* semaphore) { red_release_increment(semaphore); }
