@@ -39,7 +39,8 @@ DC_FN bool needs_mask(const Mask& mask, int row0, int key0) {
 // dout_full[s]      1 + bytes      producer                            consumers      dout
 // stage_empty[s]    consumer warps consumers, step done                producer       q, rows, dout
 // kv_full           1 + bytes      producer                            consumers      k, v
-// k_empty           consumer warps consumers, last dq done             producer       k
+// k_empty           consumer warps consumers, last dq done             producer,      k; ds, for
+//                                                                      consumers      dk and dv
 // ds_full[s]        consumer warps consumers, dS stored, dq of the     consumers,     ds; after the
 //                                  step before done                    producer       last step v
 // dq_full[s]        consumer warps consumers, dq_part stored           dq_writer s    dq

@@ -102,10 +102,10 @@ class BackwardLoop:
         Tiles of q, and of dout, in shared memory.
     dq_slots
         q tiles of dq in shared memory; those that add from registers have none.
-    reason
-        Why these.
     result_rows
         Keys whose dk and dv a warpgroup stores at once.
+    reason
+        Why these.
     cluster
         CTAs that share a kv tile, each with an equal part of its rows.
     """

@@ -36,7 +36,7 @@ def is_aligned(pointers: Sequence[int], layouts: Mapping[str, Layout],
         Addresses of their first elements.
     layouts
         By name; lse and dlse are left out, as they are read one element at a time, and so are
-        empty arrays, as they are not read.
+        empty arrays, of which nothing is read or written.
     by_tensor_map
         Whether the kernels use the copy engine, which also refuses strides of 0 and less.
     """

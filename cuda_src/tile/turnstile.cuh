@@ -5,7 +5,7 @@
 // of contributors that are done (zeroed before the kernel by bwd_preprocess). The contract, for the
 // contributor with ticket t:
 //
-//   one thread:   turnstile_wait(t)     acquire load until the count is t
+//   one thread:   turnstile_wait(t)     looks until the count is t, and acquires
 //   all threads:  CTA barrier           passes what the one thread has acquired on to all; without
 //                                       it another thread may read dq_accum before the add it
 //                                       follows
@@ -13,9 +13,9 @@
 //                 turn is exclusive
 //   all threads:  CTA barrier           all writes happen before the release; without it the next
 //                                       contributor may read half a tile
-//   one thread:   turnstile_release     release add; cumulative over the barrier. The instruction
-//                                       holds the only fence that is needed: a fence of one's own
-//                                       before it would be a second MEMBAR.
+//   one thread:   turnstile_release     release increment; cumulative over the barrier. The
+//                                       instruction holds the only fence that is needed: a fence
+//                                       of one's own before it would be a second MEMBAR.
 //
 // Ticket 0 neither waits nor reads (dq_accum may hold anything). In bwd_sm80 the last ticket does
 // not release; in the Hopper backwards it does (with DC_UNORDERED, too): bwd_postprocess waits
@@ -25,12 +25,11 @@
 //
 // With bulk copies (sm_90) dq_accum is written through the async proxy, and one thread does it all:
 //
-//   turnstile_wait_bulk(t)   acquire load until the count is t, then a proxy fence: the generic
-//                            load that saw the release comes before the asynchronous add. Without
-//                            it the add may run ahead of the load, and of the part before it. It
-//                            stands here, with the reader, because the path from the last
-//                            contributor's add to ours is then: completion, release, acquire,
-//                            proxy fence, add.
+//   turnstile_wait_bulk(t)   turnstile_wait, then a proxy fence: the generic load that saw the
+//                            release comes before the asynchronous add. Without it the add may run
+//                            ahead of the load, and of the part before it. It stands here, with
+//                            the reader, because the path from the last contributor's add to ours
+//                            is then: completion, release, acquire, proxy fence, add.
 //   bulk store (t = 0) or bulk add, commit
 //   bulk_wait<0>             full completion. Its `.read` form only says that shared memory is free
 //                            again: the next contributor could add to a sum that is not there yet.
