@@ -23,7 +23,8 @@ class BackwardKernel:
         kv rows, and kv heads at least (full mask, causal mask), but no more than so many rows, of
         heads that take turns as works are handed out: `plan.head_group`.
     chunk_rows
-        kv rows of them where a schedule hands out a head in chunks.
+        kv rows of them where a schedule hands out a head in chunks; more in the late ones
+        (`schedules.heads_in_turn`).
     team_tiles
         Numbers of active kv tiles (full mask, causal mask) for which ``"auto"`` is a team, if it
         fills a GPU and has q tiles enough: ``shift`` or ``symmetric_shift``.
@@ -67,18 +68,18 @@ BACKWARD_TABLE = {
     # so that a turn takes almost two of them; kv tiles of shortest_first begin two q tiles apart,
     # and where heads take turns those of a chunk begin later, too.
     "bwd_sm90_d64": BackwardKernel(
-        group_rows=2**15, group_heads=(1, 1), chunk_rows=2**16, longest_tiles=range(48, 257),
+        group_rows=2**15, group_heads=(1, 1), chunk_rows=3 * 2**14, longest_tiles=range(48, 257),
         causal="shortest_first", groups=("", "descending")),
-    # Its softmax warps wait for turns as well, but a turn takes less than a step. Up to 63 kv tiles
-    # the blocks of longest_first still queue.
+    # Its softmax warps wait for turns as well, but a turn takes less than a step. Small teams fill
+    # a GPU with any number of heads; larger ones leave SMs idle in their last round.
     "bwd_sm90_d192": BackwardKernel(
-        slots=1, group_rows=2**14, group_heads=(1, 1), chunk_rows=2**15,
-        team_tiles=(range(0), range(4, 129)), longest_tiles=range(64, 257),
+        slots=1, group_rows=2**14, group_heads=(1, 1),
+        team_tiles=(range(0), range(4, 25)), longest_tiles=range(28, 257),
         causal="shortest_first", groups=("", "descending")),
     # Of long heads one is in flight, or two where works are uneven. Teams where a head has kv tiles
     # enough and one team, or two, hold all of it.
     "bwd_sm90_d256": BackwardKernel(
         group_rows=2**14, group_heads=(1, 2), team_tiles=(range(16, 129), range(0)),
-        longest_tiles=range(48, 257), causal="shortest_first",
+        longest_tiles=range(36, 257), causal="shortest_first",
         groups=("ascending", "descending")),
 }

@@ -281,9 +281,14 @@ def _head_group_text(plan: Plan) -> str:
         return (f"q tiles of {plan_sm90.head_group(problem)} of the "
                 f"{problem.batch * problem.n_q_head} q heads are handed out together: their keys "
                 f"stay in L2; changes no bits")
-    return (f"{head_group(plan)} of the {problem.batch * problem.n_kv_head} kv heads take turns as "
-            f"works are handed out: enough that few CTAs queue for one dq tile, and few enough "
-            f"that their rows stay in L2; changes no bits")
+    schedule, n_group = schedules.get(plan.schedule), head_group(plan)
+    n_head, chunk = problem.batch * problem.n_kv_head, schedule.chunk_size(plan.shape)
+    last = max(schedule.num_work(plan.shape) - 1, 0) // chunk * chunk
+    n_late = schedules.heads_in_turn(schedule, plan.shape, n_head, n_group, last)
+    late = f", {n_late} where those are short" if n_late != n_group else ""
+    return (f"{n_group} of the {n_head} kv heads take turns as works are handed out{late}: enough "
+            f"that few CTAs queue for one dq tile, and few enough that their rows stay in L2; "
+            f"changes no bits")
 
 
 def _kernel_rows(kernel: KernelPlan) -> list[tuple[str, str]]:
@@ -310,8 +315,9 @@ def head_group(plan: Plan) -> int:
         wanted = facts.chunk_rows // kv_len
     else:
         wanted = max(facts.group_heads[problem.causal], facts.group_rows // kv_len)
-    group = max(1, min(problem.batch * problem.n_kv_head, wanted, facts.most_rows // kv_len))
-    return schedules.heads_in_turn(schedule, plan.shape, group)
+    n_head = problem.batch * problem.n_kv_head
+    group = max(1, min(n_head, wanted, facts.most_rows // kv_len))
+    return schedules.heads_in_turn(schedule, plan.shape, n_head, group)
 
 
 def scale_log2(problem: Problem) -> float:

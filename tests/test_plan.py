@@ -123,7 +123,7 @@ def test_a_team_has_its_head_alone():
 
 @pytest.mark.parametrize("kv_len, mask, n_kv_head, schedule", [
     (16384, "full", 4, "shift"), (16385, "full", 4, "ascending"), (1920, "full", 4, "ascending"),
-    (6016, "causal", 4, "shortest_first"), (6017, "causal", 4, "longest_first"),
+    (4480, "causal", 4, "shortest_first"), (4481, "causal", 4, "longest_first"),
     (12288, "full", 4, "ascending"),
     (32768, "causal", 4, "longest_first"), (32769, "causal", 4, "shortest_first"),
     (4096, "full", 2, "ascending"), (16384, "causal", 2, "descending")])
@@ -140,17 +140,18 @@ def test_auto_of_wide_heads(kv_len, mask, n_kv_head, schedule):
 
 
 @pytest.mark.parametrize("kv_len, mask, n_kv_head, schedule", [
-    (288, "causal", 4, "shortest_first"), (3072, "causal", 4, "symmetric_shift"),
-    (3073, "causal", 4, "shortest_first"), (6144, "causal", 4, "symmetric_shift"),
-    (8192, "causal", 4, "longest_first"), (12288, "causal", 4, "symmetric_shift"),
+    (288, "causal", 4, "shortest_first"), (289, "causal", 4, "symmetric_shift"),
+    (2304, "causal", 4, "symmetric_shift"), (2305, "causal", 4, "shortest_first"),
+    (2592, "causal", 4, "shortest_first"), (2593, "causal", 4, "longest_first"),
+    (6144, "causal", 4, "longest_first"), (12288, "causal", 4, "longest_first"),
     (24576, "causal", 4, "longest_first"), (24577, "causal", 4, "shortest_first"),
     (4096, "full", 4, "ascending"), (4096, "causal", 2, "descending")])
 def test_auto_at_head_dim_192(kv_len, mask, n_kv_head, schedule):
-    """Teams gain where heads are short; of the longest one at a time is a quarter faster."""
+    """Teams gain where heads are short; larger ones idle in their last round, by up to a tenth."""
     asked = problem(q_len=kv_len, kv_len=kv_len, mask=mask, head_dim=192, n_kv_head=n_kv_head)
     plan = make_plan(asked, "backward", H200)
     assert (plan.schedule, plan.config.kernel) == (schedule, "bwd_sm90_d192")
-    rows = {"symmetric_shift": 1, "longest_first": 2**15}.get(schedule, 2**14)
+    rows = 1 if schedule == "symmetric_shift" else 2**14
     assert head_group(plan) == min(2 * n_kv_head, max(1, rows // kv_len))
 
 

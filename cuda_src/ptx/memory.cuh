@@ -26,9 +26,9 @@ DC_FN bool has_reached(const u32* p, u32 v) {
 }
 
 // Adds 1, after everything this thread wrote or saw written (a CTA barrier passes it on) is
-// visible, to a count below 2^31. Not by red.add: with a constant, the compiler has a warp's lanes
-// vote who adds for all, and fences for the CTA first, all of it between the wait and the release.
-// PTX ISA: red with .release, memory consistency model.
+// visible, to a count below 2^31 - 1. Not by red.add: with a constant, the compiler has a warp's
+// lanes vote who adds for all, between the wait and the release. PTX ISA: red with .release, memory
+// consistency model.
 DC_FN void red_release_increment(u32* p) {
   asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(p), "r"(0x7fffffffu) : "memory");
 }

@@ -25,7 +25,8 @@ DC_FN int team_size(const Shape& shape);   // works in a row that must be reside
 DC_FN int chunk_size(const Shape& shape);  // works of each head before later ones of any head
 
 // ---- Work order: chunk 0 of every head, then chunk 1 of every head, ...; in a chunk `head_group`
-// heads take turns, work by work, then the next ones. A team has its head alone.
+// heads take turns, work by work, then the next ones: more in a late chunk, whose works are short
+// and whose rows are few. A team has its head alone.
 
 constexpr int MAX_TEAM = 64;  // most works that may wait for one another
 
@@ -33,6 +34,18 @@ constexpr int MAX_TEAM = 64;  // most works that may wait for one another
 DC_FN int balanced_chunk(int count) {
   if (count <= MAX_TEAM) return max_int(1, count);  // the usual case needs no division
   return ceil_div(count, ceil_div(count, MAX_TEAM));
+}
+
+// Heads that take turns in the chunk that begins with work `first`: LATE_HEADS times head_group
+// where it begins in the second half of the works, but at most a third of all heads. Short works
+// follow one another closely and would queue, and what they have in flight of a head leaves L2 room
+// for more heads; with all heads at a time they would catch up with the chunk before.
+constexpr int LATE_HEADS = 3;
+
+DC_FN int heads_in_turn(const Shape& shape, int n_head, int head_group, int first) {
+  if (team_size(shape) > 1) return 1;
+  if (2 * first < num_work(shape)) return head_group;
+  return max_int(head_group, min_int(LATE_HEADS * head_group, n_head / 3));
 }
 
 struct HeadWork {
@@ -43,7 +56,6 @@ struct HeadWork {
 // Head and work behind a number that a CTA took from the counter, < n_head * num_work(shape).
 // head_group is 1 .. n_head.
 DC_FN HeadWork decode(const Shape& shape, int n_head, int head_group, int global_work) {
-  const int in_turn = team_size(shape) > 1 ? 1 : head_group;
   int count = chunk_size(shape), first = 0;  // works of the chunk
   int number = global_work;                  // within the chunk, then among heads that take turns
   if (count < num_work(shape)) {             // else one chunk: the usual case needs no division
@@ -51,6 +63,7 @@ DC_FN HeadWork decode(const Shape& shape, int n_head, int head_group, int global
     number -= first * n_head;
     count = min_int(count, num_work(shape) - first);
   }
+  const int in_turn = heads_in_turn(shape, n_head, head_group, first);
   const int first_head = number / (count * in_turn) * in_turn;
   const int n_group = min_int(in_turn, n_head - first_head);
   number -= first_head * count;

@@ -14,7 +14,7 @@ from .support import DEVICE, HEAD_DIMS, SCHEDULED, Case, bits, torch
 
 pytestmark = pytest.mark.gpu
 
-Q_TILE, KV_TILE, N_HEAD = 64, 128, 5
+Q_TILE, KV_TILE, N_HEAD = 64, 128, 13
 HEAD_GROUPS = (1, 2, 3, N_HEAD)
 
 # One thread a shape writes all that the schedule says about it, in the order of `_expected`.
