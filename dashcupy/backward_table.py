@@ -68,12 +68,12 @@ BACKWARD_TABLE = {
     # so that a turn takes almost two of them; kv tiles of shortest_first begin two q tiles apart,
     # and where heads take turns those of a chunk begin later, too.
     "bwd_sm90_d64": BackwardKernel(
-        group_rows=2**15, group_heads=(1, 1), chunk_rows=3 * 2**14, longest_tiles=range(48, 257),
-        causal="shortest_first", groups=("", "descending")),
+        group_rows=2**15, group_heads=(3, 1), most_rows=2**16, chunk_rows=3 * 2**14,
+        longest_tiles=range(48, 257), causal="shortest_first", groups=("", "descending")),
     # Its softmax warps wait for turns as well, but a turn takes less than a step. Small teams fill
     # a GPU with any number of heads; larger ones leave SMs idle in their last round.
     "bwd_sm90_d192": BackwardKernel(
-        slots=1, group_rows=2**14, group_heads=(1, 1),
+        slots=1, group_rows=2**14, group_heads=(2, 1), most_rows=2**15,
         team_tiles=(range(0), range(4, 25)), longest_tiles=range(28, 257),
         causal="shortest_first", groups=("", "descending")),
     # Of long heads one is in flight, or two where works are uneven. Teams where a head has kv tiles
