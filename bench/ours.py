@@ -87,9 +87,9 @@ def kernel_of(plan: Plan, device: int) -> dict:
     Returns
     -------
     dict
-        ``name``, ``q_tile`` and ``kv_tile`` (rows), ``head_group`` (kv heads whose works are handed
-        out together) and ``resident`` (CTAs, or clusters of them, that run at the same time); the
-        last two None in the forward.
+        ``name``, ``q_tile`` and ``kv_tile`` (rows), ``head_group`` (kv heads that take turns as
+        works are handed out: `dashcupy.plan.head_group`) and ``resident`` (CTAs, or clusters of
+        them, that run at the same time); the last two None in the forward.
     """
     found = {"name": plan.config.kernel, "q_tile": plan.config.q_tile,
              "kv_tile": plan.config.kv_tile, "head_group": None, "resident": None}

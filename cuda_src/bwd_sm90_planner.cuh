@@ -25,7 +25,7 @@ DC_FN SharedStorage& open_shared_storage() {
 DC_FN int plan_batch(SharedStorage& smem, const BackwardParams& params,
                      const schedule::Shape& shape, int n_kv_head, const schedule::HeadWork& place,
                      int part, int kv_tile, int done, int n, int lane) {
-  compute_late(n);  // registers are short: what follows from these is worked out where it is used
+  compute_late(n);  // registers are short: nothing that follows from these outlives a batch
   compute_late(n_kv_head);
   compute_late(kv_tile);
   const Mask mask{params.q_len, params.kv_len, params.mask_offset};

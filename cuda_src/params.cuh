@@ -46,7 +46,7 @@ struct BackwardParams {
   int batch, n_q_head, n_kv_head, q_len, kv_len;
   int mask_offset;
   float scale, scale_log2;
-  int head_group;  // kv heads that take turns as works are handed out; changes no bits
+  int head_group;  // kv heads that take turns as works are handed out (schedules/contract.cuh)
   int reserved;
 };
 

@@ -70,8 +70,9 @@ BACKWARD_TABLE = {
     "bwd_sm90_d64": BackwardKernel(
         group_rows=2**15, group_heads=(3, 1), most_rows=2**16, chunk_rows=3 * 2**14,
         longest_tiles=range(48, 257), causal="shortest_first", groups=("", "descending")),
-    # Its softmax warps wait for turns as well, but a turn takes less than a step. Small teams fill
-    # a GPU with any number of heads; larger ones leave SMs idle in their last round.
+    # Its softmax warps wait for turns as well, but a turn takes less than a step. Small teams idle
+    # little in their last round, whatever the number of heads. Below 28 kv tiles the blocks of
+    # longest_first are too short.
     "bwd_sm90_d192": BackwardKernel(
         slots=1, group_rows=2**14, group_heads=(2, 1), most_rows=2**15,
         team_tiles=(range(0), range(4, 25)), longest_tiles=range(28, 257),

@@ -31,7 +31,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     add("--stride", type=int, default=1, help="q tiles to the height of a kv tile (default: 1)")
     add("--heads", type=int, default=1, help="kv heads of the whole batch (default: 1)")
     add("--head-group", type=int,
-        help="kv heads that take turns as works are handed out (default: all)")
+        help="kv heads that take turns as works are handed out, but for late chunks, where more "
+             "may, and teams, which have their head alone (default: all)")
     add("--q-per-kv", type=int, default=1, help="q heads to a kv head (default: 1)")
     add("--mask", choices=MASKS, default="full", help="default: full")
     add("--sms", type=int,

@@ -16,7 +16,8 @@ from .plan_parts import KernelPlan, Region, pairs, shared_defines
 from .problem import Problem
 from .schedules.shape import Shape
 
-# Goes up whenever the bits of a result change for any input. Part of every fingerprint.
+# Goes up whenever the bits of a result change for any input and schedule. Part of every
+# fingerprint, as the schedule is: what "auto" means may change without it.
 NUMERICS_VERSION = 4
 
 DIRECTIONS = ("forward", "backward")
@@ -285,7 +286,7 @@ def _head_group_text(plan: Plan) -> str:
     n_head, chunk = problem.batch * problem.n_kv_head, schedule.chunk_size(plan.shape)
     last = max(schedule.num_work(plan.shape) - 1, 0) // chunk * chunk
     n_late = schedules.heads_in_turn(schedule, plan.shape, n_head, n_group, last)
-    late = f", {n_late} where those are short" if n_late != n_group else ""
+    late = f", {n_late} where works are short" if n_late != n_group else ""
     return (f"{n_group} of the {n_head} kv heads take turns as works are handed out{late}: enough "
             f"that few CTAs queue for one dq tile, and few enough that their rows stay in L2; "
             f"changes no bits")
@@ -307,7 +308,7 @@ def head_group(plan: Plan) -> int:
 
     Many heads at a time shorten the queue for each dq tile; few keep q, dout and dq_accum of the
     heads in flight inside L2: how many of each is a fact of the kernel (`backward_table`). A team
-    has its head alone.
+    has its head alone, and late chunks have more (`schedules.heads_in_turn`).
     """
     problem, schedule = plan.problem, schedules.get(plan.schedule)
     facts, kv_len = BACKWARD_TABLE[plan.config.kernel], max(problem.kv_len, 1)

@@ -177,6 +177,15 @@ def test_heads_of_long_sequences(head_dim, mask, schedule, groups):
     assert found == groups
 
 
+@pytest.mark.parametrize("batch, late", [(16, ", 9 where works"), (8, ", 5 where"), (4, ":")])
+def test_explain_tells_who_takes_turns_late(batch, late):
+    """Three times as many heads, but no more than a third of all."""
+    plan = make_plan(problem(head_dim=64, batch=batch, kv_len=1 << 14), "backward", H200,
+                     "longest_first")
+    assert f" 3 of the {2 * batch} kv heads take turns as works are handed out{late}" in (
+        plan.explain())
+
+
 @pytest.mark.parametrize("target", ["cpu", B200])
 def test_unordered_is_refused_where_no_kernel_has_it(target):
     """Running some order instead would measure the wrong thing."""

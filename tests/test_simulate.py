@@ -192,8 +192,8 @@ def test_times_of_a_run_fit_together(name, slots, writer):
 
 
 @given(name=st.sampled_from(schedules.names()), n_q=st.integers(1, 6), n_kv=st.integers(1, 6),
-       stride=st.integers(1, 2), heads=st.sampled_from([(1, 1), (3, 1), (3, 2), (3, 3)]),
-       extra=st.integers(0, 3),
+       stride=st.integers(1, 2), extra=st.integers(0, 3),
+       heads=st.sampled_from([(1, 1), (3, 1), (3, 2), (3, 3), (9, 1), (7, 2)]),
        times=st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(0, 3)),
        slots=st.integers(0, 3), writer=st.sampled_from(["serial", "pipelined"]),
        assignment=st.sampled_from(["counter", "round_robin"]))

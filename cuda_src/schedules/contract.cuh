@@ -25,8 +25,8 @@ DC_FN int team_size(const Shape& shape);   // works in a row that must be reside
 DC_FN int chunk_size(const Shape& shape);  // works of each head before later ones of any head
 
 // ---- Work order: chunk 0 of every head, then chunk 1 of every head, ...; in a chunk `head_group`
-// heads take turns, work by work, then the next ones: more in a late chunk, whose works are short
-// and whose rows are few. A team has its head alone.
+// heads take turns, work by work, then the next ones: more in a late chunk. A team has its head
+// alone.
 
 constexpr int MAX_TEAM = 64;  // most works that may wait for one another
 
@@ -37,9 +37,10 @@ DC_FN int balanced_chunk(int count) {
 }
 
 // Heads that take turns in the chunk that begins with work `first`: LATE_HEADS times head_group
-// where it begins in the second half of the works, but at most a third of all heads. Short works
-// follow one another closely and would queue, and what they have in flight of a head leaves L2 room
-// for more heads; with all heads at a time they would catch up with the chunk before.
+// where it begins in the second half of the works, but no more than a third of all heads where
+// head_group is less. With as many keys as q rows late works are short: they follow one another
+// closely and would queue, and the few rows in flight leave L2 room for more heads. With all heads
+// at a time they would catch up with the chunk before.
 constexpr int LATE_HEADS = 3;
 
 DC_FN int heads_in_turn(const Shape& shape, int n_head, int head_group, int first) {
@@ -54,7 +55,7 @@ struct HeadWork {
 };
 
 // Head and work behind a number that a CTA took from the counter, < n_head * num_work(shape).
-// head_group is 1 .. n_head.
+// head_group is 1 .. n_head, and below 2^29 where a schedule has chunks.
 DC_FN HeadWork decode(const Shape& shape, int n_head, int head_group, int global_work) {
   int count = chunk_size(shape), first = 0;  // works of the chunk
   int number = global_work;                  // within the chunk, then among heads that take turns

@@ -35,9 +35,10 @@ def heads_in_turn(schedule: Schedule, shape: Shape, n_head: int, head_group: int
 
     A team has its head alone: works of other heads in between would take the CTAs that it waits
     for. In a chunk that begins in the second half of the works `LATE_HEADS` times ``head_group``
-    do, but at most a third of all heads. Short works follow one another closely and would queue,
-    and what they have in flight of a head leaves L2 room for more heads; with all heads at a time
-    they would catch up with the chunk before.
+    do, but no more than a third of all heads where ``head_group`` is less. With as many keys as q
+    rows late works are short: they follow one another closely and would queue, and the few rows in
+    flight leave L2 room for more heads. With all heads at a time they would catch up with the
+    chunk before.
     """
     if schedule.team_size(shape) > 1:
         return 1

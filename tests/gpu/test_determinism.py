@@ -5,6 +5,7 @@ import itertools
 import dashcupy
 import pytest
 from dashcupy import call, env, schedules
+from dashcupy.plan import head_group
 from dashcupy.problem import CAUSAL_OF_MASK
 
 from . import kernels
@@ -165,6 +166,24 @@ def test_batch_and_heads_around(schedule, mask, head_dim):
         heads = kv_heads if name in ("dk", "dv") else q_heads
         part = together[name][2:3, heads] if name == "lse" else together[name][2:3, :, heads]
         expect_same_bits({name: x}, {name: part}, "heads 6, 7 of item 2")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_late_works_of_many_heads(head_dim):
+    # More heads take turns in the last block than in those before.
+    case = Case(3000, 3000, batch=8, n_q_head=8, n_kv_head=8, head_dim=head_dim, mask="causal",
+                schedule="longest_first")
+    inputs = case.draw()
+    plan = dashcupy.attention_plan(*(inputs[name] for name in "qkv"), causal=True,
+                                   schedule="longest_first")
+    first, schedule = head_group(plan), schedules.get("longest_first")
+    late = schedules.heads_in_turn(schedule, plan.shape, 64, first, plan.shape.n_kv - 1)
+    assert 1 <= first < late < 64
+    together = run(case, inputs)
+    for item in (0, 5):
+        alone = run(case, {name: x[item:item + 1] for name, x in inputs.items()})
+        expect_same_bits({name: x[item:item + 1] for name, x in together.items()}, alone,
+                         f"item {item} of 8")
 
 
 @pytest.mark.skipif(env.debug(), reason="debug builds wait for the GPU, which no graph allows")
