@@ -45,7 +45,7 @@ constexpr int LATE_HEADS = 3;
 
 DC_FN int heads_in_turn(const Shape& shape, int n_head, int head_group, int first) {
   if (team_size(shape) > 1) return 1;
-  if (2 * first < num_work(shape)) return head_group;
+  if (first == 0 || 2 * first < num_work(shape)) return head_group;
   return max_int(head_group, min_int(LATE_HEADS * head_group, n_head / 3));
 }
 

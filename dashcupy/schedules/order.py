@@ -42,7 +42,7 @@ def heads_in_turn(schedule: Schedule, shape: Shape, n_head: int, head_group: int
     """
     if schedule.team_size(shape) > 1:
         return 1
-    if 2 * first < schedule.num_work(shape):
+    if first == 0 or 2 * first < schedule.num_work(shape):
         return head_group
     return max(head_group, min(LATE_HEADS * head_group, n_head // 3))
 
